@@ -1,0 +1,1 @@
+//! Benches that print what an adapter costs against its floor.

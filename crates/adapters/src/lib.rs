@@ -1,0 +1,1 @@
+//! LoRA adapters that arrive in the parallel state of their base.

@@ -1,0 +1,1 @@
+//! Router, dispatcher, expert MLP and MoE layer, exact under expert and expert-tensor parallelism.

@@ -1,0 +1,1 @@
+//! Hub model directories and PEFT adapter files, in and out.

@@ -1,0 +1,1 @@
+//! Parallel states, topology, groups and collectives for LoRA on Mixture-of-Experts models in burn.

@@ -1,0 +1,1 @@
+//! Ranks, oracles and tolerances for the tests of the workspace.

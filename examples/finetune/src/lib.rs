@@ -1,0 +1,1 @@
+//! Fine-tunes the experts of a Qwen3-MoE directory with LoRA at any expert topology.
