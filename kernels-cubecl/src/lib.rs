@@ -1,1 +1,12 @@
-//! Grouped matrix multiplication over experts: rows sorted by expert, one weight per expert.
+//! Grouped matrix multiplication: rows sorted by expert, one weight per expert.
+//!
+//! Knows no ranks. [`grouped_matmul`] is differentiable on autodiff backends with a hand-written
+//! backward pass of two grouped products; every backend has the per-expert path of
+//! [`GroupedBackend`], which is the reference for faster ones.
+
+mod backend;
+mod groups;
+mod per_expert;
+
+pub use backend::{GroupedBackend, grouped_matmul};
+pub use groups::{GroupError, RowGroups};

@@ -1,1 +1,33 @@
 //! LoRA adapters that arrive in the parallel state of their base.
+//!
+//! An adapter adds `s * B A x` (`s = alpha / r`) to a base linear's output, and the two can only
+//! be added in the same parallel state. [`Linear`] pairs a frozen weight with adapters placed to
+//! match: [`ColumnLora`] for column-parallel bases, [`RowLora`] for row-parallel ones, summed or
+//! suppressed, [`ReplicatedLora`] for the rest. Every factor is one weight for all rows or one an
+//! expert ([`Weight`]).
+//!
+//! No number here depends on the topology: not the scale, not the start values, not the merged
+//! weight.
+
+mod config;
+mod error;
+mod init;
+mod linear;
+mod lora;
+mod shard;
+mod sync;
+mod targets;
+mod weight;
+
+pub use config::{Activation, LoraConfig, Sharing};
+pub use error::AdapterError;
+pub use init::{Init, InitKey};
+pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
+pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
+pub use shard::{ShardAxis, WeightLayout};
+pub use sync::sync_gradients;
+pub use targets::Targets;
+pub use weight::{
+    AdapterBackend, Column, ColumnWeight, PlacedWeight, Placement, ReplicatedWeight, Row,
+    RowWeight, Weight, Whole,
+};

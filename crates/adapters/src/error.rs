@@ -1,0 +1,72 @@
+//! What can go wrong when adapters are built.
+
+use moe_lora_parallel::TopologyError;
+use thiserror::Error;
+
+use crate::Activation;
+
+/// An adapter that cannot be built as asked.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum AdapterError {
+    /// A group does not divide an extent.
+    #[error("{path}: {source}")]
+    Topology {
+        /// The linear.
+        path: String,
+        /// The extents.
+        source: TopologyError,
+    },
+    /// A rank of zero.
+    #[error("rank=0 gives an adapter without parameters (choose a rank of at least 1)")]
+    ZeroRank,
+    /// An alpha that is no finite number.
+    #[error("alpha={alpha} is not a finite number (choose one such as 2 * rank)")]
+    Alpha {
+        /// The alpha.
+        alpha: f64,
+    },
+    /// A target that no linear matches.
+    #[error("target {pattern:?} matches no linear{hint} (known: {})", known.join(", "))]
+    UnknownTarget {
+        /// The pattern.
+        pattern: String,
+        /// A near name.
+        hint: String,
+        /// Paths of the linears.
+        known: Vec<String>,
+    },
+    /// An adapter is already there.
+    #[error("{path}: {other} already has an adapter (merge it or leave one of the two out)")]
+    AlreadyAdapted {
+        /// The linear asked for.
+        path: String,
+        /// The linear that has one.
+        other: String,
+    },
+    /// No targets at all.
+    #[error("no targets given (name linears such as \"*.experts.down_proj\")")]
+    NoTargets,
+    /// A function stands between the factors.
+    #[error(
+        "{path}: an adapter with {activation:?} between A and B equals no weight (merge needs the identity)"
+    )]
+    Unmergeable {
+        /// The linear.
+        path: String,
+        /// The function.
+        activation: Activation,
+    },
+    /// A weight of another shape.
+    #[error(
+        "{path}: {found} values do not fill shape {expected:?} (pass the full, unsharded tensor)"
+    )]
+    Shape {
+        /// The weight.
+        path: String,
+        /// Number of values given.
+        found: usize,
+        /// The full shape.
+        expected: Vec<usize>,
+    },
+}

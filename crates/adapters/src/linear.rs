@@ -1,0 +1,348 @@
+//! Frozen linears with an adapter, one for each way the weight is placed.
+
+use std::marker::PhantomData;
+
+use burn::module::Module;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::region::add_into_columns;
+use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
+use moe_lora_parallel::{
+    Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
+};
+
+use crate::lora::{in_f32, size_name};
+use crate::{
+    AdapterBackend, AdapterError, Column, Lora, LoraConfig, PlacedWeight, Placement, Row,
+    ShardAxis, TrainedWeight, Weight, WeightLayout, Whole,
+};
+
+/// Shape and path of a linear.
+///
+/// ```
+/// use burn::backend::Flex;
+/// use moe_lora_adapters::{ColumnLinear, LinearConfig};
+/// use moe_lora_parallel::{ExpertTp, Group};
+///
+/// let group = Group::<Flex, ExpertTp>::solo();
+/// let linear: ColumnLinear<Flex, ExpertTp> = LinearConfig::new("experts.up_proj", 4, 8)
+///     .with_experts(0..2)
+///     .init(&group, |expert, row, column| (expert + row + column) as f32, &Default::default())?;
+/// # Ok::<(), moe_lora_adapters::AdapterError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct LinearConfig {
+    path: String,
+    d_in: usize,
+    d_out: usize,
+    experts: Option<std::ops::Range<usize>>,
+    fragments: Vec<String>,
+    dtype: DType,
+}
+
+impl LinearConfig {
+    /// A linear of full extents `d_in` and `d_out`, one weight for all rows, f32.
+    pub fn new(path: impl Into<String>, d_in: usize, d_out: usize) -> Self {
+        Self {
+            path: path.into(),
+            d_in,
+            d_out,
+            experts: None,
+            fragments: Vec::new(),
+            dtype: DType::F32,
+        }
+    }
+
+    /// One weight for each of these global experts; rows come sorted by expert.
+    pub fn with_experts(mut self, local: std::ops::Range<usize>) -> Self {
+        self.experts = Some(local);
+        self
+    }
+
+    /// Paths of equal parts of the output that are sharded one by one, such as gate and up.
+    pub fn with_fragments<S: Into<String>>(mut self, paths: impl IntoIterator<Item = S>) -> Self {
+        self.fragments = paths.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Element type of the weight.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// A frozen linear holding this rank's part of the weight whose full element for `(expert,
+    /// row, column)` is `value`. Expert, row and column are global indices.
+    ///
+    /// # Errors
+    ///
+    /// When the group does not divide the sharded axis.
+    ///
+    /// # Panics
+    ///
+    /// When a linear that is not column-parallel is given fragments.
+    pub fn init<B: ParallelBackend, G: GroupKind, P: Placement>(
+        self,
+        group: &Group<B, G>,
+        value: impl FnMut(usize, usize, usize) -> f32,
+        device: &B::Device,
+    ) -> Result<Linear<B, G, P>, AdapterError> {
+        assert!(
+            self.fragments.is_empty() || P::AXIS == ShardAxis::Out,
+            "{}: only a column-parallel linear has fragments",
+            self.path
+        );
+        let layout = WeightLayout {
+            experts: self.experts,
+            d_out: self.d_out,
+            d_in: self.d_in,
+            fragments: self.fragments.len().max(1),
+            axis: P::AXIS,
+            rank: group.rank(),
+            ranks: group.size(),
+        };
+        let what = match P::AXIS {
+            ShardAxis::In => "d_in",
+            _ => "d_out",
+        };
+        layout
+            .check(what, size_name(G::NAME))
+            .map_err(|source| AdapterError::Topology {
+                path: self.path.clone(),
+                source,
+            })?;
+        let values = layout.gather(value);
+        let weight = Weight::from_values(values, &layout, self.dtype, false, device);
+        Ok(Linear {
+            weight: PlacedWeight::new(weight, layout),
+            adapters: Vec::new(),
+            path: self.path,
+            fragments: self.fragments,
+            place: PhantomData,
+        })
+    }
+}
+
+/// A frozen weight placed as `P` over the group `G`, and its adapters. Used through
+/// [`ColumnLinear`], [`RowLinear`] and [`ReplicatedLinear`].
+#[derive(Module, Debug)]
+pub struct Linear<B: Backend, G: GroupKind, P: Placement> {
+    /// The frozen weight.
+    pub weight: PlacedWeight<B, G, P>,
+    /// None, one for the whole output, or one a fragment.
+    pub adapters: Vec<Lora<B, G, P>>,
+    #[module(skip)]
+    path: String,
+    #[module(skip)]
+    fragments: Vec<String>,
+    #[module(skip)]
+    place: PhantomData<(G, P)>,
+}
+
+/// A column-parallel linear: `Fanout [T, d_in]` to `Sharded [T, d_out / P]`.
+pub type ColumnLinear<B, G> = Linear<B, G, Column>;
+
+/// A row-parallel linear: `Sharded [T, d_in / P]` to a value of `[T, d_out]`, whose state is the
+/// caller's choice of method: [`forward`](RowLinear::forward),
+/// [`forward_suppressed`](RowLinear::forward_suppressed) or
+/// [`forward_sequence`](RowLinear::forward_sequence).
+pub type RowLinear<B, G> = Linear<B, G, Row>;
+
+/// A linear that every rank of the group holds whole: `Replicated` to `Replicated`.
+pub type ReplicatedLinear<B, G> = Linear<B, G, Whole>;
+
+impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
+    /// What an adapter can be put on: the fragments where there are any, and the whole.
+    pub fn targets(&self) -> Vec<&str> {
+        std::iter::once(&self.path)
+            .chain(&self.fragments)
+            .map(String::as_str)
+            .collect()
+    }
+
+    /// Puts a new adapter on the whole linear, or on the fragment of that path.
+    ///
+    /// # Errors
+    ///
+    /// When the path is neither, when an adapter is already there, or when the config does not
+    /// fit.
+    pub fn adapt(
+        &mut self,
+        path: &str,
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<&mut Lora<B, G, P>, AdapterError> {
+        let mut base = self.weight.layout().clone();
+        if path != self.path {
+            if !self.fragments.iter().any(|fragment| fragment == path) {
+                return Err(AdapterError::UnknownTarget {
+                    pattern: path.into(),
+                    hint: String::new(),
+                    known: self.targets().into_iter().map(String::from).collect(),
+                });
+            }
+            base.d_out /= base.fragments;
+            base.fragments = 1;
+        }
+        if let Some(other) = self
+            .adapters
+            .iter()
+            .find(|lora| lora.path() == path || lora.path() == self.path || path == self.path)
+        {
+            return Err(AdapterError::AlreadyAdapted {
+                path: path.into(),
+                other: other.path().into(),
+            });
+        }
+        self.adapters.push(Lora::init(path, config, &base, device)?);
+        Ok(self.adapters.last_mut().expect("one was pushed"))
+    }
+
+    /// The factors of every adapter, in order.
+    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
+        self.adapters
+            .iter()
+            .flat_map(Lora::trained_weights)
+            .collect()
+    }
+
+    /// The local output columns of an adapter's delta; none for the whole.
+    fn columns(&self, lora: &Lora<B, G, P>) -> Option<std::ops::Range<usize>> {
+        let fragment = self.fragments.iter().position(|f| f == lora.path())?;
+        let [d_out, _] = self.weight.layout().local();
+        let width = d_out / self.fragments.len();
+        Some(fragment * width..(fragment + 1) * width)
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
+    /// `W + s B A` in the base's own sharding and dtype, `[E, d_out, d_in]` by local extents with
+    /// `E = 1` for a linear without experts. Computed in f32 and rounded once.
+    ///
+    /// # Errors
+    ///
+    /// When a function stands between the factors.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merged_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
+        let base = self.weight.weight.stacked().detach();
+        if self.adapters.is_empty() {
+            return Ok(base);
+        }
+        let dtype = base.dtype();
+        let [experts, d_out, d_in] = base.dims();
+        let mut merged = in_f32(base);
+        for lora in &self.adapters {
+            let delta = lora.delta_weight(group)?;
+            let rows = self.columns(lora).unwrap_or(0..d_out);
+            let place = [0..experts, rows, 0..d_in];
+            let sum = merged.clone().slice(place.clone()) + delta;
+            merged = merged.slice_assign(place, sum);
+        }
+        Ok(merged.cast(dtype))
+    }
+
+    /// Replaces the weight by the merged one and drops the adapters.
+    ///
+    /// # Errors
+    ///
+    /// When a function stands between the factors; nothing is changed then.
+    pub fn merge(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
+        let merged = self.merged_weight(group)?;
+        self.weight.weight.replace(merged);
+        self.adapters.clear();
+        Ok(())
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
+    /// `[T, d_in] -> [T, d_out / P]`.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
+        let x = x.into_fanout();
+        let mut y = self.weight.forward(x.clone(), rows);
+        for lora in &self.adapters {
+            let delta = lora.forward(x.clone(), rows);
+            y = match self.columns(lora) {
+                None => y + delta,
+                Some(columns) => y.map(|y| add_into_columns(y, delta.into_tensor(), columns)),
+            };
+        }
+        y
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
+    /// `[T, d_in / P] -> [T, d_out]`, summed here: ordinary tensor parallelism.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward<X: IsSharded<B, G, Features>>(
+        &self,
+        x: X,
+        rows: &RowGroups,
+    ) -> Replicated<B, G> {
+        let x = x.into_sharded();
+        let mut y = self.weight.forward(x.clone(), rows).reduce_from();
+        for lora in &self.adapters {
+            y = y + lora.forward(x.clone(), rows).gather_from();
+        }
+        y
+    }
+
+    /// `[T, d_in / P] -> [T, d_out]`, each rank its own term: the caller sums.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward_suppressed<X: IsSharded<B, G, Features>>(
+        &self,
+        x: X,
+        rows: &RowGroups,
+    ) -> Partial<B, G> {
+        let x = x.into_sharded();
+        let mut y = self.weight.forward(x.clone(), rows);
+        for lora in &self.adapters {
+            y = y + lora.forward(x.clone(), rows).embed();
+        }
+        y
+    }
+
+    /// `[T, d_in / P] -> [sizes[rank], d_out]`: sequence parallel, base and delta summed and
+    /// scattered over tokens in one reduce-scatter.
+    ///
+    /// # Panics
+    ///
+    /// When shapes, sizes or row groups do not match, or when a collective fails.
+    pub fn forward_sequence<X: IsSharded<B, G, Features>>(
+        &self,
+        x: X,
+        rows: &RowGroups,
+        sizes: &[usize],
+    ) -> Sharded<B, G, Tokens> {
+        self.forward_suppressed(x, rows).reduce_scatter(sizes)
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
+    /// `[T, d_in] -> [T, d_out]`, no communication.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match.
+    pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
+        let x = x.into_replicated();
+        let mut y = self.weight.forward(x.clone(), rows);
+        for lora in &self.adapters {
+            y = y + lora.forward(x.clone(), rows);
+        }
+        y
+    }
+}

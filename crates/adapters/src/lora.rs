@@ -1,0 +1,302 @@
+//! LoRA adapters, one for each way a base linear is placed.
+//!
+//! `delta = s * B act(A x)`, in the parallel state of the base's output. All collectives of an
+//! adapter carry `[T, r]`, but for the one that brings an ordinary row-parallel delta together.
+
+use std::marker::PhantomData;
+
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
+use moe_lora_parallel::{Features, Group, GroupKind, GroupName, Replicated, Sharded};
+
+use crate::config::scale_in_f32;
+use crate::{
+    Activation, AdapterBackend, AdapterError, Column, Init, InitKey, LoraConfig, PlacedWeight,
+    Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
+};
+
+/// The adapter of a base weight placed as `P`. Used through [`ColumnLora`], [`RowLora`] and
+/// [`ReplicatedLora`].
+///
+/// # Shapes
+///
+/// Full `A [r, d_in]` and `B [d_out, r]`, each with a leading `E` where experts have their own.
+#[derive(Module, Debug)]
+pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
+    /// Down to the rank.
+    pub a: PlacedWeight<B, G, P>,
+    /// Up to the output.
+    pub b: PlacedWeight<B, G, P::Up>,
+    #[module(skip)]
+    path: String,
+    #[module(skip)]
+    config: LoraConfig,
+    #[module(skip)]
+    place: PhantomData<(G, P)>,
+}
+
+/// The adapter of a column-parallel linear.
+///
+/// # Parallel state
+///
+/// `Fanout -> A: Sharded(r) -> gather_fanout -> B: Sharded(d_out)`. One all-gather of `[T, r]`
+/// forward, one reduce-scatter of it backward.
+///
+/// # Shapes
+///
+/// Local `A [r / P, d_in]`, `B [d_out / P, r]`.
+pub type ColumnLora<B, G> = Lora<B, G, Column>;
+
+/// The adapter of a row-parallel linear.
+///
+/// # Parallel state
+///
+/// `Sharded -> A: Partial -> reduce_fanout -> B: Sharded(d_out)`, which then joins the base:
+/// `embed` where the base's sum is suppressed, `gather_from` where the base sums itself. One
+/// all-reduce of `[T, r]` forward, one backward.
+///
+/// # Shapes
+///
+/// Local `A [r, d_in / P]`, `B [d_out / P, r]`.
+pub type RowLora<B, G> = Lora<B, G, Row>;
+
+/// The adapter of a linear that every rank holds whole: no collectives.
+pub type ReplicatedLora<B, G> = Lora<B, G, Whole>;
+
+/// The name of a group's size in messages.
+pub(crate) fn size_name(group: GroupName) -> &'static str {
+    match group {
+        GroupName::Tp => "tp_size",
+        GroupName::ExpertTp => "etp_size",
+        GroupName::Ep => "ep_size",
+        GroupName::Dp => "dp_size",
+        GroupName::ExpertDp => "expert_dp_size",
+    }
+}
+
+impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
+    /// An adapter for the linear at `path` whose base weight has the layout `base`.
+    ///
+    /// # Errors
+    ///
+    /// When the group does not divide the rank or `d_out` as the placement needs it, or when the
+    /// config is unusable.
+    pub fn init(
+        path: &str,
+        config: &LoraConfig,
+        base: &WeightLayout,
+        device: &B::Device,
+    ) -> Result<Self, AdapterError> {
+        config.check()?;
+        let experts = match config.sharing {
+            Sharing::PerExpert => base.experts.clone(),
+            Sharing::Shared => None,
+        };
+        let a = WeightLayout {
+            experts: experts.clone(),
+            d_out: config.rank,
+            fragments: 1,
+            axis: P::AXIS,
+            ..base.clone()
+        };
+        let b = WeightLayout {
+            experts,
+            d_in: config.rank,
+            axis: P::Up::AXIS,
+            ..base.clone()
+        };
+        let rank = match P::AXIS {
+            ShardAxis::In => "d_in",
+            _ => "lora rank",
+        };
+        for (layout, what) in [(&a, rank), (&b, "d_out")] {
+            layout
+                .check(what, size_name(G::NAME))
+                .map_err(|source| AdapterError::Topology {
+                    path: path.into(),
+                    source,
+                })?;
+        }
+        let start = |init: Init, factor: &str, layout: &WeightLayout| {
+            let key = InitKey {
+                seed: config.seed,
+                path: &format!("{path}.{factor}"),
+            };
+            Weight::from_values(init.values(key, layout), layout, config.dtype, true, device)
+        };
+        Ok(Self {
+            a: PlacedWeight::new(start(config.init_a, "lora_A", &a), a),
+            b: PlacedWeight::new(start(config.init_b, "lora_B", &b), b),
+            path: path.into(),
+            config: *config,
+            place: PhantomData,
+        })
+    }
+
+    /// Path of the linear.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The adapter's settings.
+    pub fn config(&self) -> &LoraConfig {
+        &self.config
+    }
+
+    /// Takes the local part of full factors, `a [E, r, d_in]` and `b [E, d_out, r]` in row-major
+    /// order, with `E` the global number of experts, or 1 where the experts share the adapter.
+    ///
+    /// # Errors
+    ///
+    /// When the values do not fill the full shapes; nothing is changed then.
+    pub fn load(
+        &mut self,
+        experts: usize,
+        a: &[f32],
+        b: &[f32],
+        device: &B::Device,
+    ) -> Result<(), AdapterError> {
+        let cut = |layout: &WeightLayout, values: &[f32]| {
+            let values = layout.cut(&self.path, experts, values)?;
+            Ok(Weight::from_values(
+                values,
+                layout,
+                self.config.dtype,
+                true,
+                device,
+            ))
+        };
+        let (a, b) = (cut(self.a.layout(), a)?, cut(self.b.layout(), b)?);
+        self.a.weight = a;
+        self.b.weight = b;
+        Ok(())
+    }
+
+    /// `A` and `B`, in this order.
+    pub fn trained_weights(&self) -> [TrainedWeight<'_, B>; 2] {
+        let trained = |factor, weight, layout| TrainedWeight {
+            path: format!("{}.{factor}", self.path),
+            weight,
+            layout,
+            group: G::NAME,
+            shared_by_experts: self.config.sharing == Sharing::Shared,
+        };
+        [
+            trained("lora_A", &self.a.weight, self.a.layout()),
+            trained("lora_B", &self.b.weight, self.b.layout()),
+        ]
+    }
+
+    fn between(&self, z: Tensor<B, 2>) -> Tensor<B, 2> {
+        scale_in_f32(self.config.activation.forward(z), self.config.scale())
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
+    /// The delta `[T, d_out / P]` of `x [T, d_in]`.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
+        let z = self.a.forward(x, rows).gather_fanout();
+        self.b.forward(z.map(|z| self.between(z)), rows)
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
+    /// The rank's slice `[T, d_out / P]` of the delta of `x [T, d_in / P]`.
+    ///
+    /// Call [`embed`](Sharded::embed) on it where the base's output is
+    /// [`Partial`](moe_lora_parallel::Partial), [`gather_from`](Sharded::gather_from) where it is
+    /// [`Replicated`].
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward<X: IsSharded<B, G, Features>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
+        let z = self.a.forward(x, rows).reduce_fanout();
+        self.b.forward(z.map(|z| self.between(z)), rows)
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
+    /// The delta `[T, d_out]` of `x [T, d_in]`.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match.
+    pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
+        let z = self.a.forward(x, rows);
+        self.b.forward(z.map(|z| self.between(z)), rows)
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
+    /// `s B A` in the base's sharding, `[E, d_out, d_in]` by the base's local extents. Computed in f32 (f64 for f64 factors).
+    ///
+    /// # Errors
+    ///
+    /// When a function stands between `A` and `B`.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn delta_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
+        if self.config.activation != Activation::Identity {
+            return Err(AdapterError::Unmergeable {
+                path: self.path.clone(),
+                activation: self.config.activation,
+            });
+        }
+        let local = |weight: &Weight<B>| weight.stacked().detach();
+        // The factor that is sharded as the base is stays as it is; the other one is gathered.
+        let a = match P::AXIS {
+            ShardAxis::In => local(&self.a.weight),
+            _ => self.a.gather(group),
+        };
+        let b = match P::AXIS {
+            ShardAxis::Out => local(&self.b.weight),
+            _ => self.b.gather(group),
+        };
+        Ok(low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config.scale()))
+    }
+}
+
+/// At least f32.
+pub(crate) fn in_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    use burn::tensor::DType;
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.cast(DType::F32),
+        _ => x,
+    }
+}
+
+/// `b [E, m, r]` times `a [E, r, n]`, one rank-1 term after the other: each element is the same
+/// chain of operations however the factors are sharded, so the product has the same bits at
+/// every topology. A blocked matmul does not promise that.
+fn low_rank_product<B: Backend>(b: Tensor<B, 3>, a: Tensor<B, 3>) -> Tensor<B, 3> {
+    let [_, _, rank] = b.dims();
+    (0..rank)
+        .map(|k| b.clone().narrow(2, k, 1) * a.clone().narrow(1, k, 1))
+        .reduce(|sum, term| sum + term)
+        .expect("LoraConfig::check refuses a rank of zero")
+}
+
+/// A trained factor of an adapter, with what is needed to name, count, save and reduce it.
+#[derive(Clone, Debug)]
+pub struct TrainedWeight<'a, B: Backend> {
+    /// Path with `.lora_A` or `.lora_B` at its end.
+    pub path: String,
+    /// The local values.
+    pub weight: &'a Weight<B>,
+    /// Shape and place.
+    pub layout: &'a WeightLayout,
+    /// The group whose ranks hold the shards.
+    pub group: GroupName,
+    /// Whether one weight serves the experts of every expert-parallel rank.
+    pub shared_by_experts: bool,
+}

@@ -1,0 +1,43 @@
+//! The linear maps of one expert, and what they are called on disk.
+
+use crate::ModelConfig;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Projection {
+    /// Gate and up in one parameter, gate rows first.
+    GateUp,
+    Gate,
+    Up,
+    Down,
+}
+
+impl Projection {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Projection::GateUp => "gate_up_proj",
+            Projection::Gate => "gate_proj",
+            Projection::Up => "up_proj",
+            Projection::Down => "down_proj",
+        }
+    }
+
+    /// `[d_out, d_in]` of one expert.
+    pub(crate) fn shape(self, config: &ModelConfig) -> [usize; 2] {
+        let (hidden, ffn) = (config.hidden_size, config.moe_intermediate_size);
+        match self {
+            Projection::GateUp => [2 * ffn, hidden],
+            Projection::Gate | Projection::Up => [ffn, hidden],
+            Projection::Down => [hidden, ffn],
+        }
+    }
+}
+
+/// The module that holds the experts of `layer`.
+pub(crate) fn experts_module(layer: usize) -> String {
+    format!("model.layers.{layer}.mlp.experts")
+}
+
+/// The module of one projection of one expert.
+pub(crate) fn expert_module(layer: usize, expert: usize, projection: Projection) -> String {
+    format!("{}.{expert}.{}", experts_module(layer), projection.name())
+}

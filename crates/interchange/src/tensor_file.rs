@@ -1,0 +1,247 @@
+//! A memory-mapped safetensors file.
+//!
+//! ```text
+//! 8 bytes   little-endian u64, length n of the header
+//! n bytes   JSON: name -> dtype, shape, begin and end in the data
+//! the rest  the data, contiguous, in the order of the offsets
+//! ```
+
+use crate::json_file::{io, regular_file_len};
+use crate::{HostTensor, InterchangeError};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, View};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+const LENGTH_BYTES: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    map: Mmap,
+    data_start: usize,
+    tensors: BTreeMap<String, TensorInfo>,
+    metadata: Option<HashMap<String, String>>,
+}
+
+impl TensorFile {
+    pub(crate) fn open(path: PathBuf) -> Result<Self, InterchangeError> {
+        regular_file_len(&path)?;
+        let file = File::open(&path).map_err(io("open", &path))?;
+        // SAFETY: the mapping is read-only. Another process may still cut the file short under it,
+        // which no check here can prevent; the crate's page states that as a condition.
+        let map = unsafe { Mmap::map(&file) }.map_err(io("map", &path))?;
+
+        let length = |declared| InterchangeError::Length {
+            path: path.clone(),
+            found: map.len(),
+            declared,
+        };
+        let Some(prefix) = map.first_chunk::<LENGTH_BYTES>() else {
+            return Err(length(LENGTH_BYTES as u128));
+        };
+        let header_end = u128::from(u64::from_le_bytes(*prefix)) + LENGTH_BYTES as u128;
+        let Some(header) = usize::try_from(header_end)
+            .ok()
+            .and_then(|end| map.get(LENGTH_BYTES..end))
+        else {
+            return Err(length(header_end));
+        };
+        let data_start = LENGTH_BYTES + header.len();
+        // Parsing checks that offsets are contiguous and that each spans its shape, but not that
+        // they end with the file. `SafeTensors::deserialize` would, with an addition that a hostile
+        // header can overflow.
+        let header: Metadata = match serde_json::from_slice(header) {
+            Ok(header) => header,
+            Err(source) => return Err(InterchangeError::Header { path, source }),
+        };
+        let declared = header_end + header.data_len() as u128;
+        if declared != map.len() as u128 {
+            return Err(length(declared));
+        }
+        let tensors = header.tensors().into_iter();
+        Ok(Self {
+            tensors: tensors.map(|(name, info)| (name, info.clone())).collect(),
+            metadata: header.metadata().clone(),
+            path,
+            map,
+            data_start,
+        })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn metadata(&self) -> Option<HashMap<String, String>> {
+        self.metadata.clone()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    pub(crate) fn info(&self, name: &str) -> Result<&TensorInfo, InterchangeError> {
+        self.tensors
+            .get(name)
+            .ok_or_else(|| unknown_tensor(&self.path, name, self.names()))
+    }
+
+    /// The tensor as it is on disk.
+    pub(crate) fn stored(&self, name: &str) -> Result<StoredTensor<'_>, InterchangeError> {
+        let info = self.info(name)?;
+        let (begin, end) = info.data_offsets;
+        Ok(StoredTensor {
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            bytes: Cow::Borrowed(&self.map[self.data_start + begin..self.data_start + end]),
+        })
+    }
+
+    /// The tensor in `f32`.
+    pub(crate) fn tensor(&self, name: &str) -> Result<HostTensor, InterchangeError> {
+        let mut data = Vec::new();
+        self.widen(name, &mut data)?;
+        HostTensor::new(self.info(name)?.shape.clone(), data)
+    }
+
+    /// Appends the tensor's elements to `out` in `f32`.
+    pub(crate) fn widen(&self, name: &str, out: &mut Vec<f32>) -> Result<(), InterchangeError> {
+        let stored = self.stored(name)?;
+        let bytes = stored.bytes.as_ref();
+        let halves = || bytes.as_chunks::<2>().0.iter().copied();
+        match stored.dtype {
+            Dtype::F32 => out.extend(bytes.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le))),
+            Dtype::BF16 => out.extend(halves().map(|le| bf16::from_le_bytes(le).to_f32())),
+            Dtype::F16 => out.extend(halves().map(|le| f16::from_le_bytes(le).to_f32())),
+            dtype => return Err(unsupported_dtype(&self.path, name, dtype)),
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of a tensor in its type on disk.
+pub(crate) struct StoredTensor<'a> {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Cow<'a, [u8]>,
+}
+
+impl StoredTensor<'static> {
+    /// `tensor` rounded once, to nearest even, to the type `like` has on disk.
+    pub(crate) fn narrow(
+        path: &Path,
+        name: &str,
+        tensor: HostTensor,
+        like: &StoredTensor<'_>,
+    ) -> Result<Self, InterchangeError> {
+        tensor.expect_shape(|| name.to_owned(), &like.shape)?;
+        let dtype = like.dtype;
+        let shape = tensor.shape().to_vec();
+        let mut bytes = Vec::with_capacity(like.bytes.len());
+        for value in tensor.into_data() {
+            let stored = match dtype {
+                Dtype::BF16 => {
+                    let narrow = bf16::from_f32(value);
+                    bytes.extend(narrow.to_le_bytes());
+                    narrow.to_f32()
+                }
+                Dtype::F16 => {
+                    let narrow = f16::from_f32(value);
+                    bytes.extend(narrow.to_le_bytes());
+                    narrow.to_f32()
+                }
+                Dtype::F32 => {
+                    bytes.extend(value.to_le_bytes());
+                    value
+                }
+                _ => return Err(unsupported_dtype(path, name, dtype)),
+            };
+            if value.is_finite() && !stored.is_finite() {
+                return Err(InterchangeError::Overflow {
+                    name: name.to_owned(),
+                    value,
+                    dtype,
+                });
+            }
+        }
+        Ok(Self {
+            dtype,
+            shape,
+            bytes: bytes.into(),
+        })
+    }
+}
+
+impl From<HostTensor> for StoredTensor<'static> {
+    fn from(tensor: HostTensor) -> Self {
+        let shape = tensor.shape().to_vec();
+        let bytes: Vec<u8> = tensor
+            .into_data()
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect();
+        Self {
+            dtype: Dtype::F32,
+            shape,
+            bytes: bytes.into(),
+        }
+    }
+}
+
+impl View for StoredTensor<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+fn unsupported_dtype(path: &Path, name: &str, dtype: Dtype) -> InterchangeError {
+    InterchangeError::UnsupportedDtype {
+        path: path.to_owned(),
+        name: name.to_owned(),
+        dtype,
+    }
+}
+
+pub(crate) fn unknown_tensor<'a>(
+    path: &Path,
+    name: &str,
+    names: impl Iterator<Item = &'a str>,
+) -> InterchangeError {
+    // Similarity takes time proportional to both lengths; no real name is this long.
+    let near = names
+        .filter(|other| other.len() <= 256 && name.len() <= 256)
+        .map(|other| (strsim::normalized_levenshtein(name, other), other))
+        .filter(|(similarity, _)| *similarity >= 0.7)
+        .max_by(|(left, _), (right, _)| left.total_cmp(right))
+        .map(|(_, other)| other.to_owned());
+    InterchangeError::UnknownTensor {
+        path: path.to_owned(),
+        name: name.to_owned(),
+        near,
+    }
+}

@@ -1,0 +1,136 @@
+//! The groups of one rank, opened over a transport.
+
+use std::sync::Arc;
+
+use burn::tensor::backend::Backend;
+
+use crate::{
+    Collective, Coordinates, Dp, Ep, ExpertDp, ExpertTp, Group, GroupName, ParallelBackend, Solo,
+    Topology, TopologyError, Tp,
+};
+
+/// Opens groups between the ranks of a world.
+pub trait Transport<B: Backend> {
+    /// This rank, `0..world_size`.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Opens the group of `members` (world ranks, this rank among them, in group order).
+    ///
+    /// Every member opens the same groups in the same order.
+    fn open(&self, name: GroupName, members: Vec<usize>) -> Arc<dyn Collective<B>>;
+}
+
+/// The groups of one rank at a topology.
+///
+/// ```
+/// use burn::backend::Flex;
+/// use moe_lora_parallel::Mesh;
+///
+/// let mesh = Mesh::<Flex>::solo();
+/// assert_eq!(mesh.expert_tp().size(), 1);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Mesh<B: ParallelBackend> {
+    topology: Topology,
+    rank: usize,
+    tp: Group<B, Tp>,
+    expert_tp: Group<B, ExpertTp>,
+    ep: Group<B, Ep>,
+    dp: Group<B, Dp>,
+    expert_dp: Group<B, ExpertDp>,
+}
+
+impl<B: ParallelBackend> Mesh<B> {
+    /// Opens every group of this rank.
+    ///
+    /// # Errors
+    ///
+    /// When the transport has another number of ranks than the topology.
+    pub fn new<T: Transport<B::Base>>(
+        topology: Topology,
+        transport: &T,
+    ) -> Result<Self, TopologyError> {
+        if transport.world_size() != topology.world_size() {
+            return Err(TopologyError::Transport {
+                transport: transport.world_size(),
+                topology: topology.world_size(),
+            });
+        }
+        let rank = transport.rank();
+        let open = |name| -> Result<Arc<dyn Collective<B::Base>>, TopologyError> {
+            let members = topology.members(name, rank)?;
+            Ok(if members.len() == 1 {
+                Arc::new(Solo::new(name))
+            } else {
+                transport.open(name, members)
+            })
+        };
+        Ok(Self {
+            topology,
+            rank,
+            tp: Group::new(open(GroupName::Tp)?),
+            expert_tp: Group::new(open(GroupName::ExpertTp)?),
+            ep: Group::new(open(GroupName::Ep)?),
+            dp: Group::new(open(GroupName::Dp)?),
+            expert_dp: Group::new(open(GroupName::ExpertDp)?),
+        })
+    }
+
+    /// A world of one rank.
+    pub fn solo() -> Self {
+        Self {
+            topology: Topology::solo(),
+            rank: 0,
+            tp: Group::solo(),
+            expert_tp: Group::solo(),
+            ep: Group::solo(),
+            dp: Group::solo(),
+            expert_dp: Group::solo(),
+        }
+    }
+
+    /// The topology.
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// This rank of the world.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// This rank's place in every group.
+    pub fn coordinates(&self) -> Coordinates {
+        self.topology
+            .coordinates(self.rank)
+            .expect("the rank was checked when the mesh was opened")
+    }
+
+    /// Tensor parallel group of dense layers and shared experts.
+    pub fn tp(&self) -> &Group<B, Tp> {
+        &self.tp
+    }
+
+    /// Tensor parallel group of the experts.
+    pub fn expert_tp(&self) -> &Group<B, ExpertTp> {
+        &self.expert_tp
+    }
+
+    /// Expert parallel group.
+    pub fn ep(&self) -> &Group<B, Ep> {
+        &self.ep
+    }
+
+    /// Replicas of the dense layers.
+    pub fn dp(&self) -> &Group<B, Dp> {
+        &self.dp
+    }
+
+    /// Replicas of the experts.
+    pub fn expert_dp(&self) -> &Group<B, ExpertDp> {
+        &self.expert_dp
+    }
+}

@@ -1,0 +1,265 @@
+//! One rank's end of a mock group: what it posts, and what it makes of everybody's posts.
+
+use std::any::Any;
+use std::fmt::{self, Debug};
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, Slice, TensorMetadata};
+
+use super::rendezvous::{Post, Rendezvous, Seat, Signature};
+use super::{Call, Log};
+use crate::{Collective, CollectiveError, CollectiveOp, GroupName, range_of};
+
+/// One rank's end of a group.
+pub(super) struct MockGroup {
+    pub seat: Seat,
+    pub board: Arc<Rendezvous>,
+    pub log: Arc<Log>,
+}
+
+impl Debug for MockGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Seat {
+            name,
+            members,
+            index,
+            ..
+        } = &self.seat;
+        write!(f, "Mock {name}[{index}/{}]", members.len())
+    }
+}
+
+impl MockGroup {
+    /// Records the call, checks it, meets the other ranks.
+    fn call(
+        &self,
+        signature: Signature,
+        payload: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Vec<Arc<Post>>, CollectiveError> {
+        self.log.lock()[self.seat.rank()].push(Call {
+            group: self.seat.name,
+            members: self.seat.members.clone(),
+            op: signature.op,
+            shape: signature.shape.clone(),
+            dtype: signature.dtype,
+        });
+        self.check(&signature)
+            .map_err(|sizes| self.board.refuse(&self.seat, signature.op, sizes))?;
+        self.board.meet(&self.seat, Post { signature, payload })
+    }
+
+    /// What this rank can find wrong with its own call.
+    fn check(&self, s: &Signature) -> Result<(), String> {
+        let (size, index) = (self.seat.members.len(), self.seat.index);
+        let split = |what: &str, sizes: &[usize], dim: usize, whole: bool| {
+            let Some(&extent) = s.shape.get(dim) else {
+                return Err(format!("dim={dim} of a tensor of shape {:?}", s.shape));
+            };
+            if sizes.len() != size {
+                return Err(format!("{what}={sizes:?} for {size} ranks"));
+            }
+            let (has, of) = if whole {
+                (sizes.iter().sum(), format!("sum of {what}={sizes:?}"))
+            } else {
+                (sizes[index], format!("{what}[{index}] of {what}={sizes:?}"))
+            };
+            if has != extent {
+                return Err(format!(
+                    "{of} is {has}, the extent of dim={dim} of {:?} is {extent}",
+                    s.shape
+                ));
+            }
+            Ok(())
+        };
+        match (s.op, s.dim, s.root) {
+            (CollectiveOp::AllGather, Some(dim), _) => split("sizes", &s.sizes, dim, false),
+            (CollectiveOp::ReduceScatter, Some(dim), _) => split("sizes", &s.sizes, dim, true),
+            (CollectiveOp::AllToAll, ..) => {
+                if s.recv.len() != size {
+                    return Err(format!("recv={:?} for {size} ranks", s.recv));
+                }
+                split("send", &s.send, 0, true)
+            }
+            (_, _, Some(root)) if root >= size => Err(format!("root={root} of {size} ranks")),
+            _ => Ok(()),
+        }
+    }
+
+    fn host(op: CollectiveOp, shape: Vec<usize>, sizes: Vec<usize>) -> Signature {
+        Signature {
+            op,
+            dtype: None,
+            shape,
+            dim: None,
+            root: None,
+            sizes,
+            send: Vec::new(),
+            recv: Vec::new(),
+            primitive: None,
+        }
+    }
+
+    fn of<B: Backend>(op: CollectiveOp, x: &FloatTensor<B>) -> Signature {
+        Signature {
+            dtype: Some(x.dtype()),
+            primitive: Some(std::any::type_name::<FloatTensor<B>>()),
+            ..Self::host(op, x.shape().to_vec(), Vec::new())
+        }
+    }
+
+    fn meet<B: Backend>(
+        &self,
+        x: &FloatTensor<B>,
+        signature: Signature,
+    ) -> Result<Vec<Arc<Post>>, CollectiveError> {
+        self.call(signature, Some(Box::new(x.clone())))
+    }
+}
+
+impl<B: Backend> Collective<B> for MockGroup {
+    fn rank(&self) -> usize {
+        self.seat.index
+    }
+
+    fn size(&self) -> usize {
+        self.seat.members.len()
+    }
+
+    fn name(&self) -> GroupName {
+        self.seat.name
+    }
+
+    fn all_reduce(&self, x: FloatTensor<B>) -> Result<FloatTensor<B>, CollectiveError> {
+        let posts = self.meet::<B>(&x, Self::of::<B>(CollectiveOp::AllReduce, &x))?;
+        let terms = posts.iter().map(|post| payload::<B>(post, &x)).collect();
+        Ok(sum::<B>(terms))
+    }
+
+    fn all_gather(
+        &self,
+        x: FloatTensor<B>,
+        dim: usize,
+        sizes: &[usize],
+    ) -> Result<FloatTensor<B>, CollectiveError> {
+        let signature = Signature {
+            dim: Some(dim),
+            sizes: sizes.to_vec(),
+            ..Self::of::<B>(CollectiveOp::AllGather, &x)
+        };
+        let posts = self.meet::<B>(&x, signature)?;
+        let parts = posts.iter().map(|post| payload::<B>(post, &x)).collect();
+        Ok(concat::<B>(parts, dim))
+    }
+
+    fn reduce_scatter(
+        &self,
+        x: FloatTensor<B>,
+        dim: usize,
+        sizes: &[usize],
+    ) -> Result<FloatTensor<B>, CollectiveError> {
+        let signature = Signature {
+            dim: Some(dim),
+            sizes: sizes.to_vec(),
+            ..Self::of::<B>(CollectiveOp::ReduceScatter, &x)
+        };
+        let posts = self.meet::<B>(&x, signature)?;
+        let mine = range_of(sizes, self.seat.index);
+        let part = |post: &Arc<Post>| narrow::<B>(payload::<B>(post, &x), dim, mine.clone());
+        Ok(sum::<B>(posts.iter().map(part).collect()))
+    }
+
+    fn all_to_all(
+        &self,
+        x: FloatTensor<B>,
+        send: &[usize],
+        recv: &[usize],
+    ) -> Result<FloatTensor<B>, CollectiveError> {
+        let signature = Signature {
+            send: send.to_vec(),
+            recv: recv.to_vec(),
+            ..Self::of::<B>(CollectiveOp::AllToAll, &x)
+        };
+        let posts = self.meet::<B>(&x, signature)?;
+        let part = |post: &Arc<Post>| {
+            let mine = range_of(&post.signature.send, self.seat.index);
+            narrow::<B>(payload::<B>(post, &x), 0, mine)
+        };
+        Ok(concat::<B>(posts.iter().map(part).collect(), 0))
+    }
+
+    fn broadcast(&self, x: FloatTensor<B>, root: usize) -> Result<FloatTensor<B>, CollectiveError> {
+        let signature = Signature {
+            root: Some(root),
+            ..Self::of::<B>(CollectiveOp::Broadcast, &x)
+        };
+        let posts = self.meet::<B>(&x, signature)?;
+        Ok(payload::<B>(&posts[root], &x))
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        let signature = Self::host(CollectiveOp::Barrier, Vec::new(), Vec::new());
+        self.call(signature, None).map(drop)
+    }
+
+    fn exchange_sizes(&self, sizes: &[usize]) -> Result<Vec<Vec<usize>>, CollectiveError> {
+        let op = CollectiveOp::ExchangeSizes;
+        let posts = self.call(Self::host(op, vec![sizes.len()], sizes.to_vec()), None)?;
+        let rows = posts.iter().map(|post| post.signature.sizes.clone());
+        Ok(rows.collect())
+    }
+}
+
+/// The posted tensor, on the device of the reader's own tensor `x`.
+fn payload<B: Backend>(post: &Post, x: &FloatTensor<B>) -> FloatTensor<B> {
+    let tensor: &FloatTensor<B> = post
+        .payload
+        .as_ref()
+        .and_then(|payload| payload.downcast_ref())
+        .expect("signatures were compared, so every rank posted a tensor of this backend");
+    let device = B::float_device(x);
+    if B::float_device(tensor) == device {
+        tensor.clone()
+    } else {
+        B::float_to_device(tensor.clone(), &device)
+    }
+}
+
+/// `((t0 + t1) + t2) + ..`
+fn sum<B: Backend>(terms: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    let add = |a: FloatTensor<B>, b| {
+        if a.shape().num_elements() == 0 {
+            return a;
+        }
+        B::float_add(a, b)
+    };
+    let sum = terms.into_iter().reduce(add);
+    sum.expect("a group has at least one rank")
+}
+
+/// Parts along `dim`; those of extent zero are left out, as backends need not accept them.
+fn concat<B: Backend>(parts: Vec<FloatTensor<B>>, dim: usize) -> FloatTensor<B> {
+    let full = parts.iter().filter(|part| part.shape()[dim] != 0);
+    let mut full: Vec<_> = full.cloned().collect();
+    match full.len() {
+        0 => parts.into_iter().next(),
+        1 => full.pop(),
+        _ => Some(B::float_cat(full, dim)),
+    }
+    .expect("a group has at least one rank")
+}
+
+/// The slice `range` along `dim`. No backend is asked for an empty slice.
+fn narrow<B: Backend>(x: FloatTensor<B>, dim: usize, range: Range<usize>) -> FloatTensor<B> {
+    let mut shape = x.shape().to_vec();
+    if range.is_empty() {
+        shape[dim] = 0;
+        let (device, dtype) = (B::float_device(&x), x.dtype().into());
+        return B::float_empty(Shape::from(shape), &device, dtype);
+    }
+    let mut slices: Vec<Slice> = shape.into_iter().map(|n| Slice::from(0..n)).collect();
+    slices[dim] = Slice::from(range);
+    B::float_slice(x, &slices)
+}
