@@ -10,7 +10,7 @@ use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
 use moe_lora_parallel::region::{GATHER_FROM, apply};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
-    Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
+    Ep, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
 };
 
 use crate::{ShardAxis, WeightLayout};
@@ -95,10 +95,6 @@ impl<B: GroupedBackend> Weight<B> {
     /// `[T, d_in] -> [T, d_out]`: each row times the transpose of its weight.
     fn forward(&self, x: Tensor<B, 2>, rows: &RowGroups) -> Tensor<B, 2> {
         match self {
-            Self::One(weight) if x.dims()[0] == 0 => {
-                // burn's matmul has no path for zero rows on every backend; a grouped one has.
-                grouped_matmul(x, weight.val().unsqueeze(), &RowGroups::whole(0))
-            }
             Self::One(weight) => x.matmul(weight.val().transpose()),
             Self::PerExpert(weight) => grouped_matmul(x, weight.val(), rows),
         }
@@ -177,6 +173,23 @@ impl<B: Backend, G: GroupKind, P: Placement> PlacedWeight<B, G, P> {
 }
 
 impl<B: ParallelBackend, G: GroupKind, P: Placement> PlacedWeight<B, G, P> {
+    /// The full weight `[E, d_out, d_in]` of all experts: gathered from the group, then over the
+    /// expert parallel ranks. Not tracked by autograd.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn gather_all(&self, group: &Group<B, G>, ep: &Group<B, Ep>) -> Tensor<B, 3> {
+        let local = self.gather(group);
+        match &self.layout.experts {
+            None => local,
+            Some(experts) => {
+                let sizes = vec![experts.len(); ep.size()].into();
+                apply(local, GATHER_FROM, ep, 0, &sizes)
+            }
+        }
+    }
+
     /// The full weight `[E, d_out, d_in]` of the rank's experts, gathered from the group, rows in
     /// full order: each fragment's slices are brought together, so `[gate_0, up_0 | gate_1, up_1]`
     /// becomes `[gate_0, gate_1 | up_0, up_1]`. Not tracked by autograd.

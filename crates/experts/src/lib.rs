@@ -1,1 +1,19 @@
-//! Router, dispatcher, expert MLP and MoE layer, exact under expert and expert-tensor parallelism.
+//! Mixture-of-Experts layers, exact under expert and expert tensor parallelism.
+//!
+//! [`MoeLayer`] routes this rank's tokens, brings them to their experts with [`Dispatch`], runs
+//! the [`SwigluMlp`] of the experts with their collectives suppressed, and sums the terms on the
+//! way back. [`SharedExperts`] run beside it on the dense tensor parallel group.
+
+mod dispatcher;
+mod error;
+mod layer;
+mod mlp;
+mod router;
+mod shared;
+
+pub use dispatcher::Dispatch;
+pub use error::ExpertsError;
+pub use layer::{MoeConfig, MoeLayer, MoeWeights, SharedConfig, WeighAt};
+pub use mlp::{GateUp, MlpConfig, MlpWeights, SwigluMlp};
+pub use router::{RouterScore, Routing, TopKRouter};
+pub use shared::SharedExperts;

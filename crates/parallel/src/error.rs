@@ -38,7 +38,9 @@ pub enum TopologyError {
         world: usize,
     },
     /// An extent that a group does not divide.
-    #[error("{what}={extent} is not divisible by {by}={size} (choose a divisor of {extent} as {by})")]
+    #[error(
+        "{what}={extent} is not divisible by {by}={size} (choose a divisor of {extent} as {by})"
+    )]
     Indivisible {
         /// The extent's name.
         what: &'static str,
@@ -50,7 +52,9 @@ pub enum TopologyError {
         size: usize,
     },
     /// The transport's world is not the topology's.
-    #[error("the transport has {transport} ranks, the topology {topology} (start as many ranks as the topology says)")]
+    #[error(
+        "the transport has {transport} ranks, the topology {topology} (start as many ranks as the topology says)"
+    )]
     Transport {
         /// Ranks of the transport.
         transport: usize,
@@ -110,7 +114,9 @@ pub enum CollectiveError {
         reason: String,
     },
     /// Sizes that do not fit the tensor or the group.
-    #[error("{op} on group {group} at rank {rank}: {sizes} (one size a rank, summing to the extent)")]
+    #[error(
+        "{op} on group {group} at rank {rank}: {sizes} (one size a rank, summing to the extent)"
+    )]
     Sizes {
         /// What this rank called.
         op: CollectiveOp,

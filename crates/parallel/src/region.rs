@@ -389,11 +389,7 @@ pub fn all_to_all<B: ParallelBackend, G: GroupKind>(
         recv: recv.into(),
         collective: group.collective().clone(),
     };
-    tensor(B::step(
-        primitive(x),
-        &step(send, recv),
-        &step(recv, send),
-    ))
+    tensor(B::step(primitive(x), &step(send, recv), &step(recv, send)))
 }
 
 /// `base` with `shard` added to its columns `columns`, in place where the buffer allows.

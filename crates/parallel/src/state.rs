@@ -177,7 +177,13 @@ impl<B: ParallelBackend, G: GroupKind> Fanout<B, G> {
     ///
     /// When `sizes` has not one entry a rank or does not sum to the axis' extent.
     pub fn slice_fanout<A: Axis>(self, sizes: &[usize]) -> Sharded<B, G, A> {
-        let tensor = apply(self.tensor, SLICE_FANOUT, &self.group, A::DIM, &sizes.into());
+        let tensor = apply(
+            self.tensor,
+            SLICE_FANOUT,
+            &self.group,
+            A::DIM,
+            &sizes.into(),
+        );
         self.group.shard_uneven(tensor, sizes)
     }
 
@@ -417,9 +423,7 @@ impl<B: ParallelBackend, G: GroupKind, R: IsFanout<B, G>> Add<R> for Fanout<B, G
     }
 }
 
-impl<B: ParallelBackend, G: GroupKind, A: Axis, R: IsSharded<B, G, A>> Add<R>
-    for Sharded<B, G, A>
-{
+impl<B: ParallelBackend, G: GroupKind, A: Axis, R: IsSharded<B, G, A>> Add<R> for Sharded<B, G, A> {
     type Output = Self;
 
     fn add(self, other: R) -> Self {
@@ -433,16 +437,15 @@ impl<B: ParallelBackend, G: GroupKind, R: IsPartial<B, G>> Add<R> for Partial<B,
 
     fn add(self, other: R) -> Self {
         let group = self.group;
-        let term = match (self.term, other.into_partial().term) {
-            (Term::Whole(a), Term::Whole(b)) => Term::Whole(a + b),
-            (Term::Embedded(a, sizes), Term::Embedded(b, _)) => Term::Embedded(a + b, sizes),
-            (Term::Whole(base), Term::Embedded(shard, sizes))
-            | (Term::Embedded(shard, sizes), Term::Whole(base)) => Term::Whole(add_into_columns(
-                base,
-                shard,
-                range_of(&sizes, group.rank()),
-            )),
-        };
+        let term =
+            match (self.term, other.into_partial().term) {
+                (Term::Whole(a), Term::Whole(b)) => Term::Whole(a + b),
+                (Term::Embedded(a, sizes), Term::Embedded(b, _)) => Term::Embedded(a + b, sizes),
+                (Term::Whole(base), Term::Embedded(shard, sizes))
+                | (Term::Embedded(shard, sizes), Term::Whole(base)) => Term::Whole(
+                    add_into_columns(base, shard, range_of(&sizes, group.rank())),
+                ),
+            };
         Self { term, group }
     }
 }

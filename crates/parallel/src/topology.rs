@@ -70,7 +70,10 @@ impl TopologyConfig {
         let experts = self.ep.saturating_mul(self.etp);
         for (product, sizes) in [
             (self.tp, format!("tp_size={}", self.tp)),
-            (experts, format!("ep_size={} x etp_size={}", self.ep, self.etp)),
+            (
+                experts,
+                format!("ep_size={} x etp_size={}", self.ep, self.etp),
+            ),
         ] {
             if !self.world.is_multiple_of(product) {
                 return Err(TopologyError::World {
@@ -315,10 +318,17 @@ mod tests {
             (1, 2, 1, GroupName::ExpertDp),
         ] {
             let t = topology(4, tp, ep, etp);
-            assert_eq!(t.expert_gradient_group(), group, "ep={ep} etp={etp} tp={tp}");
+            assert_eq!(
+                t.expert_gradient_group(),
+                group,
+                "ep={ep} etp={etp} tp={tp}"
+            );
             if group == GroupName::Dp {
                 for rank in 0..4 {
-                    assert_eq!(t.members(GroupName::Dp, rank), t.members(GroupName::ExpertDp, rank));
+                    assert_eq!(
+                        t.members(GroupName::Dp, rank),
+                        t.members(GroupName::ExpertDp, rank)
+                    );
                 }
             }
         }
@@ -341,7 +351,10 @@ mod tests {
             "tp_size=0 is not a parallel size (use 1 for no parallelism)"
         );
         assert_eq!(
-            topology(8, 1, 8, 1).local_experts(60, 0).unwrap_err().to_string(),
+            topology(8, 1, 8, 1)
+                .local_experts(60, 0)
+                .unwrap_err()
+                .to_string(),
             "num_experts=60 is not divisible by ep_size=8 (choose a divisor of 60 as ep_size)"
         );
         assert_eq!(

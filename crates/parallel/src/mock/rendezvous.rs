@@ -85,6 +85,16 @@ impl Seat {
     pub fn rank(&self) -> usize {
         self.members[self.index]
     }
+
+    fn departed(&self, op: CollectiveOp, departed: usize, reason: String) -> CollectiveError {
+        CollectiveError::Departed {
+            op,
+            group: self.name,
+            rank: self.rank(),
+            departed,
+            reason,
+        }
+    }
 }
 
 /// Why a group cannot go on. It stays so: its ranks no longer agree on how many calls were made.
@@ -113,8 +123,8 @@ struct GroupState {
 #[derive(Default)]
 struct State {
     groups: Vec<GroupState>,
-    /// How each rank of the world ended.
-    departed: Vec<Option<String>>,
+    /// When, in order, and how each rank of the world ended.
+    departed: Vec<Option<(usize, String)>>,
     departures: usize,
     /// The group in which each rank of the world waits.
     waiting: Vec<Option<usize>>,
@@ -170,7 +180,7 @@ impl Rendezvous {
         let call = group.calls[seat.index];
         group.calls[seat.index] += 1;
         // Before posting: a late post would complete a round that others have given up.
-        if let Some(error) = state.failure(seat, op, call, self.timeout) {
+        if let Some(error) = state.fault(seat, op, self.timeout) {
             return Err(error);
         }
         let group = &mut state.groups[seat.group];
@@ -243,10 +253,11 @@ impl Rendezvous {
     /// Releases every rank that waits for `rank`. Returns how many ranks departed before it.
     pub fn depart(&self, rank: usize, reason: String) -> usize {
         let mut state = self.lock();
-        state.departed[rank] = Some(reason);
+        let order = state.departures;
         state.departures += 1;
+        state.departed[rank] = Some((order, reason));
         self.changed.notify_all();
-        state.departures - 1
+        order
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -334,40 +345,43 @@ impl State {
         call: u64,
         timeout: Duration,
     ) -> Option<CollectiveError> {
+        self.fault(seat, op, timeout).or_else(|| {
+            let missing = self.groups[seat.group].missing(call);
+            let ended = missing.into_iter().filter_map(|k| {
+                let (order, reason) = self.departed[k].as_ref()?;
+                Some((order, k, reason))
+            });
+            // The first to end: others may have ended because of it.
+            let (_, departed, reason) = ended.min()?;
+            Some(seat.departed(op, departed, reason.clone()))
+        })
+    }
+
+    /// The group's fault, as the rank at `seat` sees it.
+    fn fault(&self, seat: &Seat, op: CollectiveOp, timeout: Duration) -> Option<CollectiveError> {
         let (group, rank) = (seat.name, seat.rank());
-        let departed = |departed, reason| CollectiveError::Departed {
-            op,
-            group,
-            rank,
-            departed,
-            reason,
-        };
-        match self.groups[seat.group].fault.clone() {
-            Some(Fault::Mismatch { calls }) => Some(CollectiveError::Mismatch {
+        Some(match self.groups[seat.group].fault.clone()? {
+            Fault::Mismatch { calls } => CollectiveError::Mismatch {
                 op,
                 group,
                 rank,
                 calls,
-            }),
-            Some(Fault::Timeout { by, missing }) if missing.contains(&rank) => Some(departed(
-                by,
-                format!("gave up waiting for ranks {missing:?} after {timeout:?}"),
-            )),
-            Some(Fault::Timeout { missing, .. }) => Some(CollectiveError::Timeout {
+            },
+            Fault::Timeout { by, missing } if missing.contains(&rank) => {
+                let reason = format!("gave up waiting for ranks {missing:?} after {timeout:?}");
+                seat.departed(op, by, reason)
+            }
+            Fault::Timeout { missing, .. } => CollectiveError::Timeout {
                 op,
                 group,
                 rank,
                 missing,
                 waited: timeout,
-            }),
-            Some(Fault::Refused { by, sizes }) => {
-                Some(departed(by, format!("refused its own call: {sizes}")))
+            },
+            Fault::Refused { by, sizes } => {
+                seat.departed(op, by, format!("refused its own call: {sizes}"))
             }
-            None => self.groups[seat.group]
-                .missing(call)
-                .into_iter()
-                .find_map(|k| Some(departed(k, self.departed[k].clone()?))),
-        }
+        })
     }
 }
 

@@ -1,0 +1,185 @@
+//! Brings tokens to their experts and back: expert parallel all-to-all, then all-gather over the
+//! expert's tensor parallel ranks; reduce-scatter and all-to-all on the way back.
+
+use burn::tensor::{Int, Tensor, TensorData};
+use moe_lora_kernels::{GroupError, RowGroups};
+use moe_lora_parallel::{
+    Ep, ExpertTp, Fanout, Group, Mesh, ParallelBackend, Partial, Tokens, all_to_all,
+};
+
+/// The way of one batch of tokens, known on the host before anything is sent.
+///
+/// Every rank brings its own tokens and may bring any number of them, none included.
+#[derive(Clone, Debug)]
+pub struct Dispatch<B: ParallelBackend> {
+    ep: Group<B, Ep>,
+    etp: Group<B, ExpertTp>,
+    top_k: usize,
+    /// Local assignments `(token, choice)` in the order they are sent: sorted by global expert.
+    order: Vec<usize>,
+    /// Rows to and from each expert parallel rank.
+    send: Vec<usize>,
+    recv: Vec<usize>,
+    /// Rows that each expert tensor parallel rank received.
+    gathered: Vec<usize>,
+    /// Gathered rows in the order of local experts.
+    sorted: Vec<usize>,
+    rows: RowGroups,
+}
+
+impl<B: ParallelBackend> Dispatch<B> {
+    /// Plans the way of `experts.len() / top_k` tokens; two small exchanges of host integers.
+    ///
+    /// `experts` holds the global expert of each `(token, choice)`, `local` the number of
+    /// experts a rank holds.
+    ///
+    /// # Errors
+    ///
+    /// When the ranks' counts do not add up.
+    ///
+    /// # Panics
+    ///
+    /// When an expert is outside the model, when `top_k` does not divide the assignments, or when
+    /// a collective fails.
+    pub fn plan(
+        experts: &[usize],
+        top_k: usize,
+        local: usize,
+        mesh: &Mesh<B>,
+    ) -> Result<Self, GroupError> {
+        let (ep, etp) = (mesh.ep().clone(), mesh.expert_tp().clone());
+        let num_experts = local * ep.size();
+        assert!(
+            experts.len().is_multiple_of(top_k),
+            "{} assignments are not a whole number of tokens of top_k={top_k}",
+            experts.len()
+        );
+        let mut counts = vec![0; num_experts];
+        for expert in experts {
+            assert!(
+                *expert < num_experts,
+                "expert {expert} is outside num_experts={num_experts}"
+            );
+            counts[*expert] += 1;
+        }
+        let order = sorted_by(experts);
+
+        let from_ep = ep.exchange_sizes(&counts);
+        let mine = ep.rank() * local..(ep.rank() + 1) * local;
+        let send = counts.chunks(local).map(|c| c.iter().sum()).collect();
+        let received: Vec<usize> = from_ep
+            .iter()
+            .flat_map(|counts| &counts[mine.clone()])
+            .copied()
+            .collect();
+        let recv = received.chunks(local).map(|c| c.iter().sum()).collect();
+
+        let from_etp = etp.exchange_sizes(&received);
+        let gathered: Vec<usize> = from_etp.iter().map(|counts| counts.iter().sum()).collect();
+        // Gathered rows lie by (expert tensor parallel rank, expert parallel source, expert).
+        let expert_of_row: Vec<usize> = from_etp
+            .iter()
+            .flatten()
+            .enumerate()
+            .flat_map(|(place, count)| std::iter::repeat_n(place % local, *count))
+            .collect();
+        let mut rows = vec![0; local];
+        for expert in &expert_of_row {
+            rows[*expert] += 1;
+        }
+        Ok(Self {
+            rows: RowGroups::new(&rows, gathered.iter().sum())?,
+            ep,
+            etp,
+            top_k,
+            order,
+            send,
+            recv,
+            gathered,
+            sorted: sorted_by(&expert_of_row),
+        })
+    }
+
+    /// Rows by local expert after [`tokens`](Self::tokens).
+    pub fn rows(&self) -> &RowGroups {
+        &self.rows
+    }
+
+    /// Copies each token once for each of its experts and brings the copies there.
+    ///
+    /// # Shapes
+    ///
+    /// `[T, n]` of this rank to `[rows, n]` sorted by local expert.
+    pub fn tokens(&self, x: Tensor<B, 2>) -> Fanout<B, ExpertTp> {
+        let tokens: Vec<usize> = self.order.iter().map(|at| at / self.top_k).collect();
+        self.send(select(x, &tokens))
+    }
+
+    /// Brings one row for each `(token, choice)` to its expert, as routing weights go.
+    ///
+    /// # Shapes
+    ///
+    /// `[T * K, n]` of this rank to `[rows, n]` sorted by local expert.
+    pub fn assignments(&self, x: Tensor<B, 2>) -> Fanout<B, ExpertTp> {
+        self.send(select(x, &self.order))
+    }
+
+    fn send(&self, permuted: Tensor<B, 2>) -> Fanout<B, ExpertTp> {
+        let received = all_to_all(permuted, &self.ep, &self.send, &self.recv);
+        self.etp
+            .shard_tokens(received, &self.gathered)
+            .gather_fanout()
+            .map(|x| select(x, &self.sorted))
+    }
+
+    /// Sums the experts' terms over their tensor parallel ranks and brings each row back to where
+    /// its token came from.
+    ///
+    /// # Shapes
+    ///
+    /// `[rows, n]` to `[T * K, n]` in the order of `(token, choice)`.
+    pub fn combine(&self, y: Partial<B, ExpertTp>) -> Tensor<B, 2> {
+        let summed = y
+            .map_linear(|y| select(y, &inverse(&self.sorted)))
+            .reduce_scatter::<Tokens>(&self.gathered);
+        let returned = all_to_all(summed.into_tensor(), &self.ep, &self.recv, &self.send);
+        select(returned, &inverse(&self.order))
+    }
+}
+
+/// The stable order that sorts `keys`.
+fn sorted_by(keys: &[usize]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..keys.len()).collect();
+    order.sort_by_key(|at| keys[*at]);
+    order
+}
+
+fn inverse(order: &[usize]) -> Vec<usize> {
+    let mut inverse = vec![0; order.len()];
+    for (to, from) in order.iter().enumerate() {
+        inverse[*from] = to;
+    }
+    inverse
+}
+
+/// Row `i` of the result is row `rows[i]` of `x`.
+fn select<B: ParallelBackend>(x: Tensor<B, 2>, rows: &[usize]) -> Tensor<B, 2> {
+    let rows: Vec<i64> = rows.iter().map(|row| *row as i64).collect();
+    let rows =
+        Tensor::<B, 1, Int>::from_data(TensorData::new(rows.clone(), [rows.len()]), &x.device());
+    x.select(0, rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sorting_is_stable_and_its_inverse_restores() {
+        let keys = [2, 0, 1, 0, 2];
+        let order = sorted_by(&keys);
+        assert_eq!(order, [1, 3, 2, 0, 4]);
+        let restored: Vec<usize> = inverse(&order).iter().map(|at| order[*at]).collect();
+        assert_eq!(restored, [0, 1, 2, 3, 4]);
+    }
+}

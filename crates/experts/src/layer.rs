@@ -1,0 +1,312 @@
+//! The MoE layer: router, dispatcher, experts and shared experts.
+
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorData};
+use moe_lora_adapters::{AdapterBackend, LoraConfig, TrainedWeight};
+use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
+
+use crate::{
+    Dispatch, ExpertsError, GateUp, MlpConfig, MlpWeights, RouterScore, Routing, SharedExperts,
+    SwigluMlp, TopKRouter,
+};
+
+/// Where the routing weights are multiplied in. The two agree but for rounding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeighAt {
+    /// On the way back, after the down projection.
+    Output,
+    /// Before the down projection: the weights travel with the tokens.
+    Hidden,
+}
+
+/// Shared experts of a layer.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedConfig {
+    /// `F` of the shared MLP.
+    pub intermediate: usize,
+    /// Whether a sigmoid gate weighs them.
+    pub gated: bool,
+    /// Whether their collectives are issued around those of the dispatcher.
+    pub overlap: bool,
+}
+
+/// Shape and path of a layer.
+#[derive(Clone, Debug)]
+pub struct MoeConfig {
+    path: String,
+    hidden: usize,
+    intermediate: usize,
+    num_experts: usize,
+    top_k: usize,
+    score: RouterScore,
+    weigh_at: WeighAt,
+    shared: Option<SharedConfig>,
+    dtype: DType,
+}
+
+/// Full, unsharded weights of a layer in row-major order.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeWeights<'a> {
+    /// Router `[E, H]`.
+    pub router: &'a [f32],
+    /// Experts.
+    pub experts: MlpWeights<'a>,
+    /// Shared experts and their gate `[1, H]`.
+    pub shared: Option<(MlpWeights<'a>, Option<&'a [f32]>)>,
+}
+
+impl MoeConfig {
+    /// `H`, `F`, `E` and `K` of a layer; softmax, then top-k without renormalising; f32.
+    pub fn new(
+        path: impl Into<String>,
+        hidden: usize,
+        intermediate: usize,
+        num_experts: usize,
+        top_k: usize,
+    ) -> Self {
+        Self {
+            path: path.into(),
+            hidden,
+            intermediate,
+            num_experts,
+            top_k,
+            score: RouterScore::SoftmaxThenTopK { renormalize: false },
+            weigh_at: WeighAt::Output,
+            shared: None,
+            dtype: DType::F32,
+        }
+    }
+
+    /// How logits become weights.
+    pub fn with_score(mut self, score: RouterScore) -> Self {
+        self.score = score;
+        self
+    }
+
+    /// Where the routing weights are multiplied in.
+    pub fn with_weigh_at(mut self, weigh_at: WeighAt) -> Self {
+        self.weigh_at = weigh_at;
+        self
+    }
+
+    /// Shared experts.
+    pub fn with_shared(mut self, shared: Option<SharedConfig>) -> Self {
+        self.shared = shared;
+        self
+    }
+
+    /// Element type of the weights.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// A frozen layer holding this rank's part of `weights`.
+    ///
+    /// # Errors
+    ///
+    /// When a weight has another size, when `top_k` is out of range, when EP does not divide `E`,
+    /// or when ETP or TP does not divide `F`. Every rank of the mesh gets the same error.
+    pub fn init<B: ParallelBackend>(
+        &self,
+        weights: MoeWeights<'_>,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> Result<MoeLayer<B>, ExpertsError> {
+        let path = || self.path.clone();
+        let (hidden, num_experts, top_k) = (self.hidden, self.num_experts, self.top_k);
+        if !(1..=num_experts).contains(&top_k) {
+            return Err(ExpertsError::TopK {
+                path: path(),
+                top_k,
+                num_experts,
+            });
+        }
+        let local = mesh
+            .topology()
+            .local_experts(num_experts, mesh.ep().rank())
+            .map_err(|source| ExpertsError::Topology {
+                path: path(),
+                source,
+            })?;
+        let matrix = |name: &str, values: &[f32], rows: usize| {
+            if values.len() != rows * hidden {
+                return Err(ExpertsError::Shape {
+                    path: format!("{}.{name}", self.path),
+                    found: values.len(),
+                    expected: vec![rows, hidden],
+                });
+            }
+            let data = TensorData::new(values.to_vec(), [rows, hidden]);
+            Ok(Tensor::<B, 2>::from_data(data, (device, self.dtype)))
+        };
+        let router = TopKRouter::new(
+            matrix("gate", weights.router, num_experts)?,
+            top_k,
+            self.score,
+        );
+        let experts = MlpConfig::new(format!("{}.experts", self.path), hidden, self.intermediate)
+            .with_experts(num_experts, local)
+            .with_dtype(self.dtype)
+            .init(weights.experts, mesh.expert_tp(), device)?;
+        let shared = match (self.shared, weights.shared) {
+            (None, None) => None,
+            (Some(config), Some((mlp, gate))) if config.gated == gate.is_some() => {
+                let path = format!("{}.shared_expert", self.path);
+                Some(SharedExperts {
+                    mlp: MlpConfig::new(path, hidden, config.intermediate)
+                        .with_dtype(self.dtype)
+                        .init(mlp, mesh.tp(), device)?,
+                    gate: gate
+                        .map(|gate| matrix("shared_expert_gate", gate, 1))
+                        .transpose()?
+                        .map(|gate| Param::from_tensor(gate).set_require_grad(false)),
+                })
+            }
+            (config, weights) => {
+                let name = |some, gated| match (some, gated) {
+                    (false, _) => "absent",
+                    (true, false) => "present without a gate",
+                    (true, true) => "present with a gate",
+                };
+                return Err(ExpertsError::Shared {
+                    path: path(),
+                    found: name(weights.is_some(), weights.is_some_and(|(_, g)| g.is_some())),
+                    expected: name(config.is_some(), config.is_some_and(|c| c.gated)),
+                });
+            }
+        };
+        Ok(MoeLayer {
+            router,
+            experts,
+            shared,
+            overlap: self.shared.is_some_and(|shared| shared.overlap),
+            weigh_at: self.weigh_at,
+        })
+    }
+}
+
+/// A frozen Mixture-of-Experts layer whose experts carry adapters.
+#[derive(Module, Debug)]
+pub struct MoeLayer<B: Backend> {
+    /// Chooses experts.
+    pub router: TopKRouter<B>,
+    /// The experts of this rank.
+    pub experts: SwigluMlp<B, ExpertTp>,
+    /// The shared experts.
+    pub shared: Option<SharedExperts<B>>,
+    overlap: bool,
+    #[module(skip)]
+    weigh_at: WeighAt,
+}
+
+impl<B: Backend> MoeLayer<B> {
+    /// Paths that an adapter can be put on.
+    pub fn targets(&self, gate_up: GateUp) -> Vec<String> {
+        let mut paths = self.experts.targets(gate_up);
+        if let Some(shared) = &self.shared {
+            paths.extend(shared.mlp.targets(gate_up));
+        }
+        paths
+    }
+
+    /// Puts an adapter on each of its linears whose path is among `paths`, others are left alone.
+    /// Choose the paths with [`Targets::select`](moe_lora_adapters::Targets::select).
+    ///
+    /// # Errors
+    ///
+    /// When a linear has an adapter already, or when the config does not fit.
+    pub fn adapt(
+        &mut self,
+        paths: &[String],
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<(), ExpertsError> {
+        self.experts.adapt(paths, config, device)?;
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.adapt(paths, config, device)?;
+        }
+        Ok(())
+    }
+
+    /// The factors of every adapter, in an order that is the same on every rank.
+    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
+        let mut weights = self.experts.trained_weights();
+        if let Some(shared) = &self.shared {
+            weights.extend(shared.mlp.trained_weights());
+        }
+        weights
+    }
+}
+
+impl<B: AdapterBackend> MoeLayer<B> {
+    /// `x [T, H]` to `[T, H]`: this rank's own tokens, as many as it has, none included.
+    ///
+    /// With dense tensor parallelism the tokens are the rank's sequence-parallel share: no two
+    /// ranks bring the same token.
+    ///
+    /// # Panics
+    ///
+    /// When shapes do not match, or when a collective fails.
+    pub fn forward(&self, x: Tensor<B, 2>, mesh: &Mesh<B>) -> Tensor<B, 2> {
+        let Some(shared) = &self.shared else {
+            return self.routed(x, mesh);
+        };
+        let sizes: Vec<usize> = mesh.tp().exchange_sizes(&[x.dims()[0]]).concat();
+        let tokens = mesh.tp().shard_tokens(x.clone(), &sizes);
+        if !self.overlap {
+            return self.routed(x, mesh) + shared.forward_sequence(tokens).into_tensor();
+        }
+        // The shared experts' gather goes out before the dispatcher's, their sum after it.
+        let gathered = tokens.gather_fanout();
+        let routed = self.routed(x, mesh);
+        let term = shared.forward_overlapped(gathered);
+        routed + term.reduce_scatter::<Tokens>(&sizes).into_tensor()
+    }
+
+    fn routed(&self, x: Tensor<B, 2>, mesh: &Mesh<B>) -> Tensor<B, 2> {
+        let [tokens, hidden] = x.dims();
+        let Routing {
+            weights,
+            experts,
+            top_k,
+        } = self.router.forward(x.clone());
+        let local = self
+            .experts
+            .down
+            .weight
+            .layout()
+            .experts
+            .as_ref()
+            .map_or(1, |experts| experts.len());
+        let way =
+            Dispatch::plan(&experts, top_k, local, mesh).expect("the ranks' counts were exchanged");
+        let rows = way.rows().clone();
+        let mut inner = self.experts.hidden(way.tokens(x), &rows);
+        if self.weigh_at == WeighAt::Hidden {
+            let weights = way.assignments(weights.clone().reshape([tokens * top_k, 1]));
+            inner = inner.map(|inner| inner * weights.into_tensor());
+        }
+        let y = way.combine(self.experts.down_suppressed(inner, &rows));
+        let y = y.reshape([tokens, top_k, hidden]);
+        let y = match self.weigh_at {
+            WeighAt::Output => y * weights.unsqueeze_dim::<3>(2),
+            WeighAt::Hidden => y,
+        };
+        y.sum_dim(1).reshape([tokens, hidden])
+    }
+
+    /// Replaces every adapted weight by the merged one and drops the adapters.
+    ///
+    /// # Errors
+    ///
+    /// When a function stands between the factors of an adapter.
+    pub fn merge(&mut self, mesh: &Mesh<B>) -> Result<(), ExpertsError> {
+        self.experts.merge(mesh.expert_tp())?;
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.merge(mesh.tp())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,234 @@
+//! The SwiGLU MLP, of many experts or of one.
+
+use std::marker::PhantomData;
+
+use burn::module::Module;
+use burn::tensor::activation::silu;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use moe_lora_adapters::{
+    AdapterBackend, AdapterError, ColumnLinear, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
+};
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::state::{IsFanout, IsSharded};
+use moe_lora_parallel::{
+    Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
+};
+
+use crate::ExpertsError;
+
+/// Whether gate and up have one adapter or one each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateUp {
+    /// One `A` for both, `B [2F, r]`: target `gate_up_proj`.
+    Fused,
+    /// An adapter each, as most PEFT files have them: targets `gate_proj` and `up_proj`.
+    Separate,
+}
+
+/// Full, unsharded weights of an MLP in row-major order; `E` is 1 for an MLP of one expert.
+#[derive(Clone, Copy, Debug)]
+pub struct MlpWeights<'a> {
+    /// `[E, F, H]`.
+    pub gate: &'a [f32],
+    /// `[E, F, H]`.
+    pub up: &'a [f32],
+    /// `[E, H, F]`.
+    pub down: &'a [f32],
+}
+
+/// Shape and path of an MLP.
+#[derive(Clone, Debug)]
+pub struct MlpConfig {
+    path: String,
+    hidden: usize,
+    intermediate: usize,
+    experts: Option<(usize, std::ops::Range<usize>)>,
+    dtype: DType,
+}
+
+impl MlpConfig {
+    /// `H` and `F` of an MLP that serves all rows, f32.
+    pub fn new(path: impl Into<String>, hidden: usize, intermediate: usize) -> Self {
+        Self {
+            path: path.into(),
+            hidden,
+            intermediate,
+            experts: None,
+            dtype: DType::F32,
+        }
+    }
+
+    /// One MLP for each expert: `global` of them, of which this rank holds `local`.
+    pub fn with_experts(mut self, global: usize, local: std::ops::Range<usize>) -> Self {
+        self.experts = Some((global, local));
+        self
+    }
+
+    /// Element type of the weights.
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// A frozen MLP holding this rank's part of `weights`.
+    ///
+    /// # Errors
+    ///
+    /// When a weight has another size, or when the group does not divide `F`.
+    pub fn init<B: ParallelBackend, G: GroupKind>(
+        &self,
+        weights: MlpWeights<'_>,
+        group: &Group<B, G>,
+        device: &B::Device,
+    ) -> Result<SwigluMlp<B, G>, ExpertsError> {
+        let (h, f) = (self.hidden, self.intermediate);
+        let global = self.experts.as_ref().map_or(1, |(global, _)| *global);
+        for (name, values, expected) in [
+            ("gate_proj", weights.gate, [global, f, h]),
+            ("up_proj", weights.up, [global, f, h]),
+            ("down_proj", weights.down, [global, h, f]),
+        ] {
+            if values.len() != expected.iter().product::<usize>() {
+                return Err(ExpertsError::Shape {
+                    path: format!("{}.{name}", self.path),
+                    found: values.len(),
+                    expected: expected.into(),
+                });
+            }
+        }
+        let linear = |name: &str, d_in, d_out| {
+            let config = LinearConfig::new(format!("{}.{name}", self.path), d_in, d_out)
+                .with_dtype(self.dtype);
+            match &self.experts {
+                Some((_, local)) => config.with_experts(local.clone()),
+                None => config,
+            }
+        };
+        let gate_up = |expert: usize, row: usize, column: usize| match row.checked_sub(f) {
+            None => weights.gate[(expert * f + row) * h + column],
+            Some(row) => weights.up[(expert * f + row) * h + column],
+        };
+        let down = |e: usize, row: usize, column: usize| weights.down[(e * h + row) * f + column];
+        let fragments = ["gate_proj", "up_proj"].map(|name| format!("{}.{name}", self.path));
+        Ok(SwigluMlp {
+            gate_up: linear("gate_up_proj", h, 2 * f)
+                .with_fragments(fragments)
+                .init(group, gate_up, device)?,
+            down: linear("down_proj", f, h).init(group, down, device)?,
+            group: PhantomData,
+        })
+    }
+}
+
+/// `down(silu(gate x) * up x)` with a column-parallel gate/up and a row-parallel down projection.
+#[derive(Module, Debug)]
+pub struct SwigluMlp<B: Backend, G: GroupKind> {
+    /// `[2F, H]`, gate rows before up rows, each sharded by itself.
+    pub gate_up: ColumnLinear<B, G>,
+    /// `[H, F]`.
+    pub down: RowLinear<B, G>,
+    #[module(skip)]
+    group: PhantomData<G>,
+}
+
+impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
+    /// Paths that an adapter can be put on.
+    pub fn targets(&self, gate_up: GateUp) -> Vec<String> {
+        let paths = self.gate_up.targets();
+        let fc1 = match gate_up {
+            GateUp::Fused => &paths[..1],
+            GateUp::Separate => &paths[1..],
+        };
+        fc1.iter()
+            .chain(&self.down.targets())
+            .map(|path| path.to_string())
+            .collect()
+    }
+
+    /// Puts an adapter on each of its linears whose path is among `paths`, others are left alone.
+    ///
+    /// # Errors
+    ///
+    /// When a linear has an adapter already, or when the config does not fit.
+    pub fn adapt(
+        &mut self,
+        paths: &[String],
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<(), AdapterError> {
+        for path in paths {
+            if self.gate_up.targets().contains(&path.as_str()) {
+                self.gate_up.adapt(path, config, device)?;
+            } else if self.down.targets().contains(&path.as_str()) {
+                self.down.adapt(path, config, device)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The factors of every adapter, in order.
+    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
+        let mut weights = self.gate_up.trained_weights();
+        weights.extend(self.down.trained_weights());
+        weights
+    }
+}
+
+impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
+    /// `[T, H] -> [T, F / P]`: what the down projection reads.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn hidden<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
+        let y = self.gate_up.forward(x, rows);
+        let group = y.group().clone();
+        let y = y.into_tensor();
+        let [_, both] = y.dims();
+        let gate: Tensor<B, 2> = y.clone().narrow(1, 0, both / 2);
+        let up = y.narrow(1, both / 2, both / 2);
+        group.shard(silu(gate) * up)
+    }
+
+    /// `[T, H] -> [T, H]`, each rank its own term: the caller sums.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward_suppressed(&self, x: Fanout<B, G>, rows: &RowGroups) -> Partial<B, G> {
+        self.down_suppressed(self.hidden(x, rows), rows)
+    }
+
+    /// The down projection alone, each rank its own term.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn down_suppressed<X: IsSharded<B, G, Features>>(
+        &self,
+        hidden: X,
+        rows: &RowGroups,
+    ) -> Partial<B, G> {
+        self.down.forward_suppressed(hidden, rows)
+    }
+
+    /// `[T, H] -> [T, H]`, summed here: ordinary tensor parallelism.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward(&self, x: Replicated<B, G>, rows: &RowGroups) -> Replicated<B, G> {
+        self.down.forward(self.hidden(x.copy_to(), rows), rows)
+    }
+
+    /// Replaces the weights by the merged ones and drops the adapters.
+    ///
+    /// # Errors
+    ///
+    /// When a function stands between the factors of an adapter.
+    pub fn merge(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
+        self.gate_up.merge(group)?;
+        self.down.merge(group)
+    }
+}

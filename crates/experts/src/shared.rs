@@ -1,0 +1,75 @@
+//! Shared experts: an MLP over the dense tensor parallel group that every token passes.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::backend::Backend;
+use moe_lora_adapters::AdapterBackend;
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::{Fanout, Partial, Replicated, Sharded, Tokens, Tp};
+
+use crate::SwigluMlp;
+
+/// `mlp(x)`, or `sigmoid(x g^T) * mlp(x)` with a gate.
+///
+/// One sum over the group brings the result together, and there are three ways to place it:
+/// [`forward`](Self::forward) makes it here, [`forward_overlapped`](Self::forward_overlapped)
+/// leaves it to the caller, who hides it behind the dispatcher's communication, and
+/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens.
+#[derive(Module, Debug)]
+pub struct SharedExperts<B: Backend> {
+    /// The MLP.
+    pub mlp: SwigluMlp<B, Tp>,
+    /// Gate `[1, H]`, frozen.
+    pub gate: Option<Param<Tensor<B, 2>>>,
+}
+
+impl<B: AdapterBackend> SharedExperts<B> {
+    /// Ordinary tensor parallelism: `[T, H] -> [T, H]`.
+    ///
+    /// # Panics
+    ///
+    /// When shapes do not match, or when a collective fails.
+    pub fn forward(&self, x: Replicated<B, Tp>) -> Replicated<B, Tp> {
+        let rows = RowGroups::whole(x.clone().into_tensor().dims()[0]);
+        let y = self.mlp.forward(x.clone(), &rows);
+        match &self.gate {
+            None => y,
+            Some(gate) => {
+                let factor = score(x.into_tensor(), gate);
+                y.map(|y| y * factor)
+            }
+        }
+    }
+
+    /// Collectives suppressed: `[T, H] -> [T, H]`, each rank its own term. The gate's gradient
+    /// has a term on each rank too, which is why it is computed from the [`Fanout`].
+    ///
+    /// # Panics
+    ///
+    /// When shapes do not match, or when a collective fails.
+    pub fn forward_overlapped(&self, x: Fanout<B, Tp>) -> Partial<B, Tp> {
+        let rows = RowGroups::whole(x.tensor().dims()[0]);
+        let y = self.mlp.forward_suppressed(x.clone(), &rows);
+        match &self.gate {
+            None => y,
+            Some(gate) => y.mul(x.map(|x| score(x, gate))),
+        }
+    }
+
+    /// Sequence parallel: this rank's tokens `[sizes[rank], H]` to the same.
+    ///
+    /// # Panics
+    ///
+    /// When shapes do not match, or when a collective fails.
+    pub fn forward_sequence(&self, x: Sharded<B, Tp, Tokens>) -> Sharded<B, Tp, Tokens> {
+        let sizes = x.sizes().to_vec();
+        self.forward_overlapped(x.gather_fanout())
+            .reduce_scatter(&sizes)
+    }
+}
+
+/// `sigmoid(x g^T)`, `[T, 1]`.
+fn score<B: Backend>(x: Tensor<B, 2>, gate: &Param<Tensor<B, 2>>) -> Tensor<B, 2> {
+    sigmoid(x.matmul(gate.val().transpose()))
+}

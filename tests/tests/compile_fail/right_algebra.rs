@@ -1,0 +1,45 @@
+//! What the failing files should have said: the same functions with the operation that was missing.
+
+use moe_lora_adapters::{AdapterBackend, ColumnLora, RowLora, RowWeight};
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::{ExpertTp, Fanout, Partial, Sharded};
+
+/// Against `partial_into_b` and `replicated_sum_into_b`.
+pub fn fc2_delta<B: AdapterBackend>(
+    lora: &RowLora<B, ExpertTp>,
+    x: Sharded<B, ExpertTp>,
+    rows: &RowGroups,
+) -> Sharded<B, ExpertTp> {
+    let z = lora.a.forward(x, rows).reduce_fanout();
+    lora.b.forward(z, rows)
+}
+
+/// Against `replicated_gather_into_b`.
+pub fn fc1_delta<B: AdapterBackend>(
+    lora: &ColumnLora<B, ExpertTp>,
+    x: Fanout<B, ExpertTp>,
+    rows: &RowGroups,
+) -> Sharded<B, ExpertTp> {
+    let z = lora.a.forward(x, rows).gather_fanout();
+    lora.b.forward(z, rows)
+}
+
+/// Against `gathered_delta_on_partial_base`.
+pub fn fc2_output<B: AdapterBackend>(
+    base: &RowWeight<B, ExpertTp>,
+    lora: &RowLora<B, ExpertTp>,
+    x: Sharded<B, ExpertTp>,
+    rows: &RowGroups,
+) -> Partial<B, ExpertTp> {
+    let delta = lora.forward(x.clone(), rows).embed();
+    base.forward(x, rows) + delta
+}
+
+/// Against `dense_group_into_expert`.
+pub fn expert_group<B: AdapterBackend>(
+    lora: &ColumnLora<B, ExpertTp>,
+    x: Fanout<B, ExpertTp>,
+    rows: &RowGroups,
+) -> Sharded<B, ExpertTp> {
+    lora.forward(x, rows)
+}
