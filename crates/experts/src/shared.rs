@@ -53,7 +53,7 @@ impl<B: AdapterBackend> SharedExperts<B> {
         let y = self.mlp.forward_suppressed(x.clone(), &rows);
         match &self.gate {
             None => y,
-            Some(gate) => y.mul(x.map(|x| score(x, gate))),
+            Some(gate) => y * x.map(|x| score(x, gate)),
         }
     }
 

@@ -14,7 +14,7 @@
 //! All values are `[T, n]`: tokens by features.
 
 use std::marker::PhantomData;
-use std::ops::Add;
+use std::ops::{Add, Mul};
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
@@ -240,12 +240,6 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
         group.partial(f(self.into_tensor()))
     }
 
-    /// Multiplies by a factor that every rank holds; each rank's product gives one term of the
-    /// factor's gradient, which is why the factor is a [`Fanout`].
-    pub fn mul(self, factor: Fanout<B, G>) -> Self {
-        self.map_linear(|term| term * factor.into_tensor())
-    }
-
     /// This rank's term, with its zeros.
     pub fn into_tensor(self) -> Tensor<B, 2> {
         match self.term {
@@ -447,5 +441,15 @@ impl<B: ParallelBackend, G: GroupKind, R: IsPartial<B, G>> Add<R> for Partial<B,
                 ),
             };
         Self { term, group }
+    }
+}
+
+/// Multiplies by a factor that every rank holds. Each rank's product gives one term of the
+/// factor's gradient, which is why the factor is a [`Fanout`].
+impl<B: ParallelBackend, G: GroupKind> Mul<Fanout<B, G>> for Partial<B, G> {
+    type Output = Self;
+
+    fn mul(self, factor: Fanout<B, G>) -> Self {
+        self.map_linear(|term| term * factor.into_tensor())
     }
 }

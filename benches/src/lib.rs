@@ -1,1 +1,0 @@
-//! Benches that print what an adapter costs against its floor.
