@@ -35,9 +35,6 @@ pub trait GroupedBackend: Backend {
     }
 }
 
-#[cfg(feature = "flex")]
-impl GroupedBackend for burn::backend::Flex {}
-
 /// `y_e = x_e w_e^T`: every row times the weight of its expert.
 ///
 /// # Shapes

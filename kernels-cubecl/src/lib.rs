@@ -5,6 +5,8 @@
 //! [`GroupedBackend`], which is the reference for faster ones.
 
 mod backend;
+#[cfg(feature = "flex")]
+mod flex;
 mod groups;
 mod per_expert;
 

@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_kernels::RowGroups;
-use moe_lora_parallel::region::add_into_columns;
+use moe_lora_parallel::region::{add_into_columns, columns};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
     Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
@@ -207,9 +207,13 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
             .collect()
     }
 
+    fn fragment(&self, lora: &Lora<B, G, P>) -> Option<usize> {
+        self.fragments.iter().position(|path| path == lora.path())
+    }
+
     /// The local output columns of an adapter's delta; none for the whole.
     fn columns(&self, lora: &Lora<B, G, P>) -> Option<std::ops::Range<usize>> {
-        let fragment = self.fragments.iter().position(|f| f == lora.path())?;
+        let fragment = self.fragment(lora)?;
         let [d_out, _] = self.weight.layout().local();
         let width = d_out / self.fragments.len();
         Some(fragment * width..(fragment + 1) * width)
@@ -275,6 +279,48 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
             };
         }
         y
+    }
+
+    /// As [`forward`](Self::forward), the fragments one by one: `N` of `[T, d_out / N / P]`. The
+    /// delta of a fragment joins its own part, so that none of the whole output is copied.
+    ///
+    /// # Panics
+    ///
+    /// When the linear has not `N` fragments, when shapes or row groups do not match, or when a
+    /// collective fails.
+    pub fn forward_fragments<const N: usize, X: IsFanout<B, G>>(
+        &self,
+        x: X,
+        rows: &RowGroups,
+    ) -> [Sharded<B, G>; N] {
+        assert_eq!(
+            self.fragments.len(),
+            N,
+            "{}: number of fragments",
+            self.path
+        );
+        let x = x.into_fanout();
+        let mut y = self.weight.forward(x.clone(), rows);
+        let mut own = [const { None }; N];
+        for lora in &self.adapters {
+            let delta = lora.forward(x.clone(), rows);
+            match self.fragment(lora) {
+                None => y = y + delta,
+                Some(fragment) => own[fragment] = Some(delta),
+            }
+        }
+        let group = y.group().clone();
+        let y = y.into_tensor();
+        let width = y.dims()[1] / N;
+        let mut fragment = 0..width;
+        own.map(|delta| {
+            let part = group.shard(columns(y.clone(), fragment.clone()));
+            fragment = fragment.end..fragment.end + width;
+            match delta {
+                None => part,
+                Some(delta) => part + delta,
+            }
+        })
     }
 }
 

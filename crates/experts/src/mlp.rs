@@ -1,11 +1,12 @@
 //! The SwiGLU MLP, of many experts or of one.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use burn::module::Module;
+use burn::tensor::DType;
 use burn::tensor::activation::silu;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
     AdapterBackend, AdapterError, ColumnLinear, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
 };
@@ -43,7 +44,7 @@ pub struct MlpConfig {
     path: String,
     hidden: usize,
     intermediate: usize,
-    experts: Option<(usize, std::ops::Range<usize>)>,
+    experts: Option<(usize, Range<usize>)>,
     dtype: DType,
 }
 
@@ -60,7 +61,7 @@ impl MlpConfig {
     }
 
     /// One MLP for each expert: `global` of them, of which this rank holds `local`.
-    pub fn with_experts(mut self, global: usize, local: std::ops::Range<usize>) -> Self {
+    pub fn with_experts(mut self, global: usize, local: Range<usize>) -> Self {
         self.experts = Some((global, local));
         self
     }
@@ -182,12 +183,9 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
     ///
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn hidden<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
-        let y = self.gate_up.forward(x, rows);
-        let group = y.group().clone();
-        let y = y.into_tensor();
-        let [_, both] = y.dims();
-        let gate: Tensor<B, 2> = y.clone().narrow(1, 0, both / 2);
-        let up = y.narrow(1, both / 2, both / 2);
+        let [gate, up] = self.gate_up.forward_fragments(x, rows);
+        let group = gate.group().clone();
+        let (gate, up) = (gate.into_tensor(), up.into_tensor());
         group.shard(silu(gate) * up)
     }
 

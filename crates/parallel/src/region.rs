@@ -400,3 +400,13 @@ pub fn add_into_columns<B: ParallelBackend>(
 ) -> Tensor<B, 2> {
     tensor(B::add_columns(primitive(base), primitive(shard), columns))
 }
+
+/// Columns of `x`, a view where the backend has them.
+///
+/// `Tensor::narrow` answers a tensor without rows with a new one, f32 whatever `x` is and outside
+/// of the graph: a rank without tokens would have no gradients and would miss the collectives of
+/// the backward pass.
+pub fn columns<B: Backend>(x: Tensor<B, 2>, columns: Range<usize>) -> Tensor<B, 2> {
+    let place = [Slice::full(), columns.into()];
+    tensor(B::float_slice(primitive(x), &place))
+}
