@@ -7,6 +7,8 @@
 mod backend;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(any(feature = "ndarray", feature = "cubecl"))]
+mod generic;
 mod groups;
 mod per_expert;
 

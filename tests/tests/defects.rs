@@ -5,11 +5,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::activation::silu;
-use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    ColumnLinear, Init, Linear, LinearConfig, Lora, LoraConfig, PlacedWeight, Placement,
-    ReplicatedLinear, RowLinear, ShardAxis, Weight,
+    Column, ColumnLinear, Init, Linear, LinearConfig, Lora, LoraConfig, PlacedWeight, Placement,
+    ReplicatedLinear, Row, RowLinear, ShardAxis, Weight, Whole,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::region::{GATHER_FROM, REDUCE_FROM, apply};
@@ -70,14 +70,11 @@ fn noise_matrix(seed: usize, rows: usize, columns: usize) -> Matrix {
     Tensor::from_data(data, (&Default::default(), DType::F64))
 }
 
-fn numbers<const D: usize>(tensor: Tensor<impl burn::tensor::backend::Backend, D>) -> Vec<f64> {
+fn numbers<const D: usize>(tensor: Tensor<impl Backend, D>) -> Vec<f64> {
     tensor.into_data().iter::<f64>().collect()
 }
 
-fn columns<B: burn::tensor::backend::Backend>(
-    x: Tensor<B, 2>,
-    group: &Group<Ad, impl GroupKind>,
-) -> Tensor<B, 2> {
+fn columns<B: Backend>(x: Tensor<B, 2>, group: &Group<Ad, impl GroupKind>) -> Tensor<B, 2> {
     let width = x.dims()[1] / group.size();
     x.narrow(1, group.rank() * width, width)
 }
@@ -341,15 +338,12 @@ fn with_own_rank_dz(
     linear.weight.forward(x, rows) + delta
 }
 
+/// How an fc2 arrives at its rank's term.
+type Suppressed =
+    fn(&RowLinear<Ad, ExpertTp>, Sharded<Ad, ExpertTp>, &RowGroups) -> Partial<Ad, ExpertTp>;
+
 /// The full factors `[A1, B1, A2, B2]` after each of three steps of SGD.
-fn trained(
-    ranks: usize,
-    fc2_forward: fn(
-        &RowLinear<Ad, ExpertTp>,
-        Sharded<Ad, ExpertTp>,
-        &RowGroups,
-    ) -> Partial<Ad, ExpertTp>,
-) -> Vec<[Vec<f64>; 4]> {
+fn trained(ranks: usize, fc2_forward: Suppressed) -> Vec<[Vec<f64>; 4]> {
     let mut ran = on_ranks(etp(ranks), |mesh, _| {
         let device = Default::default();
         let group = mesh.expert_tp();
@@ -603,9 +597,9 @@ fn stored_on(ranks: usize, load: Option<[&[f32]; 2]>) -> Vec<[Bits; 3]> {
         let config = || LinearConfig::new("linear", 16, 24).with_experts(0..2);
         let fused = config().with_fragments(["gate", "up"]);
         [
-            stored::<moe_lora_adapters::Column>(group, fused, load),
-            stored::<moe_lora_adapters::Row>(group, config(), load),
-            stored::<moe_lora_adapters::Whole>(group, config(), load),
+            stored::<Column>(group, fused, load),
+            stored::<Row>(group, config(), load),
+            stored::<Whole>(group, config(), load),
         ]
     })
 }
@@ -757,9 +751,7 @@ const RANK: usize = 4;
 fn linear<P: Placement>(group: &ExpertGroup, adapted: bool) -> Linear<Ad, ExpertTp, P> {
     let device = Default::default();
     let config = LinearConfig::new("linear", D_IN, D_OUT).with_experts(0..3);
-    let mut linear = config
-        .init(group, |e, i, j| noise(e, i, j), &device)
-        .unwrap();
+    let mut linear = config.init(group, noise, &device).unwrap();
     if adapted {
         let lora = LoraConfig::new(RANK, 8.0).with_init_b(Init::Kaiming);
         linear.adapt("linear", &lora, &device).unwrap();
@@ -767,7 +759,8 @@ fn linear<P: Placement>(group: &ExpertGroup, adapted: bool) -> Linear<Ad, Expert
     linear
 }
 
-/// Runs one linear forward and backward; its calls, and whether A and B have finite gradients.
+/// The calls of one linear forward and backward. Its factors have gradients, zero for experts
+/// without rows.
 fn calls_of<P: Placement>(
     mesh: &Mesh<Ad>,
     take: &dyn Fn() -> Vec<Call>,
@@ -872,21 +865,20 @@ fn all_calls(
 }
 
 /// `[forward, backward]` of the column-parallel linear, the row-parallel one that sums, is
-/// suppressed or is sequence parallel, and the replicated one, for `t` rows on `p` ranks.
-fn expected_calls(adapted: bool, t: usize, p: usize) -> Vec<[Vec<Seen>; 2]> {
+/// suppressed or is sequence parallel, and the replicated one, for `t` rows at `rank` of `p`.
+fn expected_calls(adapted: bool, t: usize, rank: usize, p: usize) -> Vec<[Vec<Seen>; 2]> {
     use CollectiveOp::{AllGather, AllReduce, ReduceScatter};
     if p == 1 {
         return vec![[vec![], vec![]]; 5];
     }
-    let own = |rank: usize| if rank == 0 { t } else { 0 };
     let adapter = |calls: Vec<Seen>| if adapted { calls } else { Vec::new() };
     let z = (AllReduce, vec![t, RANK]);
     let mut ordinary = vec![(AllReduce, vec![t, D_OUT])];
     ordinary.extend(adapter(vec![z.clone(), (AllGather, vec![t, D_OUT / p])]));
     let mut sequence = adapter(vec![z.clone()]);
     sequence.push((ReduceScatter, vec![t, D_OUT]));
-    // The cotangent of a slice of the tokens comes first on the way back; its rows are the rank's.
-    let mut sequence_back = vec![(AllGather, vec![own(0), D_OUT])];
+    // The first rank has all tokens of the slices.
+    let mut sequence_back = vec![(AllGather, vec![if rank == 0 { t } else { 0 }, D_OUT])];
     sequence_back.extend(adapter(vec![z.clone()]));
     vec![
         [
@@ -910,10 +902,7 @@ fn linears_issue_the_calls_of_their_placement_and_adapters_add_low_rank_ones() {
                     all_calls(mesh, take, adapted, &counts)
                 });
                 for (rank, calls) in ran.into_iter().enumerate() {
-                    let mut expected = expected_calls(adapted, t, ranks);
-                    if let Some((_, shape)) = expected[3][1].first_mut().filter(|_| rank > 0) {
-                        shape[0] = 0;
-                    }
+                    let expected = expected_calls(adapted, t, rank, ranks);
                     assert_eq!(calls, expected, "rank {rank} of {ranks}, rows {counts:?}");
                 }
             }
@@ -934,9 +923,50 @@ fn ranks_without_tokens_issue_the_same_calls_as_the_rest() {
         let ops = calls.into_iter().flatten().flatten();
         ops.map(|(op, shape)| (op, shape[1])).collect::<Vec<_>>()
     });
-    assert_eq!(ran[0].len(), 9);
+    assert_eq!(ran[0].len(), 12);
     for rank in &ran {
         assert_eq!(*rank, ran[0]);
+    }
+}
+
+#[test]
+fn a_dense_linear_without_rows_issues_its_calls_and_has_zero_gradients() {
+    let of_rows = |rows: usize| {
+        on_ranks(tp(2), move |mesh, take| {
+            let group = mesh.tp();
+            let (fc1, fc2) = mlp_linears(group, 2);
+            let x = noise_matrix(5, rows, 4).require_grad();
+            let h = fc1.forward(group.fanout(x.clone()), &tokens(rows));
+            let y = fc2.forward_suppressed(h, &tokens(rows)).into_tensor();
+            let there = take();
+            let grads = y.sum().backward();
+            assert_eq!(x.grad(&grads).unwrap().dims(), [rows, 4]);
+            let (one, two) = (&fc1.adapters[0], &fc2.adapters[0]);
+            let gradients = [
+                gradient(&one.a, &grads),
+                gradient(&one.b, &grads),
+                gradient(&two.a, &grads),
+                gradient(&two.b, &grads),
+            ];
+            let calls = [there, take()].map(|calls| {
+                let calls = calls.into_iter();
+                calls
+                    .map(|call| (call.op, call.shape[1]))
+                    .collect::<Vec<_>>()
+            });
+            (calls, gradients.map(numbers))
+        })
+    };
+    for ((calls, gradients), (full_calls, full_gradients)) in of_rows(0).into_iter().zip(of_rows(3))
+    {
+        use CollectiveOp::{AllGather, AllReduce, ReduceScatter};
+        assert_eq!(calls, full_calls);
+        assert_eq!(calls[0], [(AllGather, 1), (AllReduce, 2)]);
+        assert_eq!(calls[1], [(AllReduce, 2), (ReduceScatter, 2)]);
+        for (zero, full) in gradients.iter().zip(&full_gradients) {
+            assert_eq!(*zero, vec![0.0; full.len()]);
+            assert!(full.iter().any(|g| *g != 0.0));
+        }
     }
 }
 
@@ -951,11 +981,11 @@ fn expert_adapters_call_the_expert_group_where_it_differs_from_the_dense_one() {
         let device = Default::default();
         let expert = {
             let group = mesh.expert_tp();
-            let (fc1, fc2) = (linear(group, true), linear(group, true));
+            let (fc1, fc2) = (linear(group, true), linear::<Row>(group, true));
             let rows = RowGroups::new(&[1, 2, 0], 3).unwrap();
             let x = Matrix::from_data(TensorData::new(noise_of(8, 3, D_IN), [3, D_IN]), &device);
-            let h: Sharded<Ad, ExpertTp> = ColumnLinear::forward(&fc1, group.fanout(x), &rows)
-                .map(|h| h.narrow(1, 0, D_IN / 2));
+            let h = ColumnLinear::forward(&fc1, group.fanout(x), &rows);
+            let h = group.shard(h.into_tensor().narrow(1, 0, D_IN / 2));
             let y = fc2.forward_suppressed(h, &rows).into_tensor();
             y.sum().backward();
             take()
@@ -1043,7 +1073,6 @@ fn extents_that_the_group_does_not_divide_are_refused_on_every_rank_alike() {
         );
         vec![message; 2]
     };
-    use moe_lora_adapters::{Column, Row};
     // The base of a row-parallel linear has no part in it: its adapter's B is sharded on d_out.
     assert_eq!(refused::<Row>(4, 5, 2), at_two("d_out", 5));
     assert_eq!(refused::<Row>(5, 4, 2), at_two("d_in", 5));

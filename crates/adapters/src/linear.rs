@@ -232,7 +232,7 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
     ///
     /// When a collective fails.
     pub fn merged_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
-        let base = self.weight.weight.stacked().detach();
+        let base = self.weight.weight.untracked();
         if self.adapters.is_empty() {
             return Ok(base);
         }

@@ -252,14 +252,13 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
                 activation: self.config.activation,
             });
         }
-        let local = |weight: &Weight<B>| weight.stacked().detach();
         // The factor that is sharded as the base is stays as it is; the other one is gathered.
         let a = match P::AXIS {
-            ShardAxis::In => local(&self.a.weight),
+            ShardAxis::In => self.a.weight.untracked(),
             _ => self.a.gather(group),
         };
         let b = match P::AXIS {
-            ShardAxis::Out => local(&self.b.weight),
+            ShardAxis::Out => self.b.weight.untracked(),
             _ => self.b.gather(group),
         };
         Ok(low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config.scale()))

@@ -65,6 +65,12 @@ impl<B: Backend> Weight<B> {
         }
     }
 
+    /// As [`stacked`](Self::stacked), outside of the graph. burn's `detach` alone leaves a trained
+    /// leaf tracked.
+    pub(crate) fn untracked(&self) -> Tensor<B, 3> {
+        self.stacked().set_require_grad(false).detach()
+    }
+
     /// Puts other values of the same kind and shape `[E, d_out, d_in]` in place, frozen.
     pub(crate) fn replace(&mut self, stacked: Tensor<B, 3>) {
         *self = match self {
@@ -198,7 +204,7 @@ impl<B: ParallelBackend, G: GroupKind, P: Placement> PlacedWeight<B, G, P> {
     ///
     /// When a collective fails.
     pub fn gather(&self, group: &Group<B, G>) -> Tensor<B, 3> {
-        let local = self.weight.stacked().detach();
+        let local = self.weight.untracked();
         let layout = &self.layout;
         let dim = match P::AXIS {
             ShardAxis::Whole => return local,

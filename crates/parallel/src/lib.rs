@@ -10,6 +10,8 @@
 //! Convention: there is one loss. Inside a tensor-parallel group each rank runs backward on its
 //! own copy of it; over data and expert-parallel ranks it is the sum of their local losses.
 
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cubecl"))]
+mod backend;
 mod collective;
 mod error;
 mod group;

@@ -133,7 +133,8 @@ impl<B: Backend> fmt::Debug for Step<B> {
 }
 
 impl<B: Backend> Step<B> {
-    fn run(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+    /// Does it.
+    pub(crate) fn run(&self, x: FloatTensor<B>) -> FloatTensor<B> {
         let collective = &self.collective;
         match self.movement {
             Movement::Identity => x,
@@ -193,7 +194,7 @@ pub trait ParallelBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-fn add_columns<B: Backend>(
+pub(crate) fn add_columns<B: Backend>(
     base: FloatTensor<B>,
     shard: FloatTensor<B>,
     columns: Range<usize>,
@@ -204,23 +205,6 @@ fn add_columns<B: Backend>(
     let place = [Slice::full(), columns.into()];
     let sum = B::float_add(B::float_slice(base.clone(), &place), shard);
     B::float_slice_assign(base, &place, sum)
-}
-
-#[cfg(feature = "flex")]
-impl ParallelBackend for burn::backend::Flex {
-    type Base = Self;
-
-    fn step(x: FloatTensor<Self>, forward: &Step<Self>, _: &Step<Self>) -> FloatTensor<Self> {
-        forward.run(x)
-    }
-
-    fn add_columns(
-        base: FloatTensor<Self>,
-        shard: FloatTensor<Self>,
-        columns: Range<usize>,
-    ) -> FloatTensor<Self> {
-        add_columns::<Self>(base, shard, columns)
-    }
 }
 
 #[derive(Debug)]

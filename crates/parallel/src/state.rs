@@ -330,8 +330,7 @@ impl<B: ParallelBackend, G: GroupKind, A: Axis> sealed::Sealed for Sharded<B, G,
 /// compiler names the operation that is missing.
 #[diagnostic::on_unimplemented(
     message = "`Replicated` over `{G}` is needed here, this is `{Self}`",
-    label = "not `Replicated` over this group",
-    note = "a `Partial` becomes `Replicated` with `.reduce_from()`, a `Sharded` with `.gather_from()`",
+    label = "a `Partial` needs `.reduce_from()` here, a `Sharded` `.gather_from()`",
     note = "a value over another group cannot enter: take the group from `mesh.expert_tp()` for experts, from `mesh.tp()` for dense layers"
 )]
 pub trait IsReplicated<B: ParallelBackend, G: GroupKind>: sealed::Sealed {
@@ -348,8 +347,8 @@ impl<B: ParallelBackend, G: GroupKind> IsReplicated<B, G> for Replicated<B, G> {
 /// A [`Fanout`] value over the group `G`, as per-rank work needs it.
 #[diagnostic::on_unimplemented(
     message = "`Fanout` over `{G}` is needed here, this is `{Self}`",
-    label = "each rank would use this for its own part of the result",
-    note = "a `Partial` becomes `Fanout` with `.reduce_fanout()`, a `Sharded` with `.gather_fanout()`, a `Replicated` with `.copy_to()`",
+    label = "a `Partial` needs `.reduce_fanout()` here, a `Sharded` `.gather_fanout()`, a `Replicated` `.copy_to()`",
+    note = "each rank uses this for its own part of the result, so its gradient has a term on every rank; in place of `.reduce_from()` or `.gather_from()`, call `.reduce_fanout()` or `.gather_fanout()`",
     note = "a value over another group cannot enter: take the group from `mesh.expert_tp()` for experts, from `mesh.tp()` for dense layers"
 )]
 pub trait IsFanout<B: ParallelBackend, G: GroupKind>: sealed::Sealed {
@@ -366,8 +365,8 @@ impl<B: ParallelBackend, G: GroupKind> IsFanout<B, G> for Fanout<B, G> {
 /// A [`Partial`] value over the group `G`: what joins a base whose sum comes later.
 #[diagnostic::on_unimplemented(
     message = "`Partial` over `{G}` is needed here, this is `{Self}`",
-    label = "this would be counted once a rank when the terms are summed",
-    note = "keep the delta `Sharded` and call `.embed()`: its slice joins the base's own term",
+    label = "counted once a rank when the terms are summed: keep it `Sharded` and call `.embed()`",
+    note = "in place of `.gather_from()`, `.embed()` lets each rank's slice join the base's own term",
     note = "a value over another group cannot enter: take the group from `mesh.expert_tp()` for experts, from `mesh.tp()` for dense layers"
 )]
 pub trait IsPartial<B: ParallelBackend, G: GroupKind>: sealed::Sealed {
@@ -384,8 +383,7 @@ impl<B: ParallelBackend, G: GroupKind> IsPartial<B, G> for Partial<B, G> {
 /// A [`Sharded`] value over the group `G` and the axis `A`.
 #[diagnostic::on_unimplemented(
     message = "`Sharded` along `{A}` over `{G}` is needed here, this is `{Self}`",
-    label = "not this rank's slice",
-    note = "a `Fanout` becomes `Sharded` with `.slice_fanout()`, a `Replicated` with `.scatter_to()`, a `Partial` with `.reduce_scatter()`",
+    label = "a `Fanout` needs `.slice_fanout()` here, a `Replicated` `.scatter_to()`, a `Partial` `.reduce_scatter()`",
     note = "a value over another group cannot enter: take the group from `mesh.expert_tp()` for experts, from `mesh.tp()` for dense layers"
 )]
 pub trait IsSharded<B: ParallelBackend, G: GroupKind, A: Axis>: sealed::Sealed {

@@ -1,1 +1,23 @@
 //! Ranks, oracles and tolerances for the tests of the workspace.
+//!
+//! An oracle is dense, of one device and in plain `f64` loops: it shares no code with the library.
+//! A test makes full tensors ([`noise`]), gives each rank of a [`MockWorld`] its part through the
+//! library, brings the ranks' results together ([`unshard`]) and compares them with the oracle
+//! ([`assert_close`]).
+//!
+//! [`MockWorld`]: moe_lora_parallel::MockWorld
+
+mod factors;
+mod matrix;
+mod mlp;
+pub mod oracle;
+mod ranks;
+mod shard;
+mod tolerance;
+
+pub use factors::{factors, gradient, synced_gradient};
+pub use matrix::{Matrix, Noise, central_differences, noise};
+pub use mlp::{MlpCase, MlpValues, scale};
+pub use ranks::{Ad, mock, panic_message, ranks};
+pub use shard::{Axis, shard, unshard, unshard_experts};
+pub use tolerance::{assert_close, assert_far, epsilon, limit, relative_error, tolerance};

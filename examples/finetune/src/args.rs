@@ -71,7 +71,7 @@ pub struct Args {
     pub world: Option<usize>,
 
     /// Training steps
-    #[arg(long, value_name = "N", default_value_t = 40, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = positive)]
     pub steps: usize,
 
     /// Sequences of a step, over all ranks
@@ -105,6 +105,15 @@ pub struct Args {
     /// Directory that the adapter is written to, as PEFT files
     #[arg(long, value_name = "DIR", default_value = "target/finetune")]
     pub out: PathBuf,
+
+    /// Directory that the model with the adapter merged into it is written to [default: not written]
+    #[arg(long, value_name = "DIR")]
+    pub merged: Option<PathBuf>,
+
+    /// Linear to put an adapter on, by path or by the end of it, `*` for any run of characters; repeatable
+    /// [default: experts.gate_up_proj and experts.down_proj, with --separate gate_proj and up_proj]
+    #[arg(long = "target", value_name = "PATTERN", conflicts_with = "adapter")]
+    pub targets: Vec<String>,
 
     /// Start from the PEFT adapter in this directory, with its own rank and alpha
     #[arg(long, value_name = "DIR")]
@@ -322,7 +331,13 @@ mod tests {
     #[test]
     fn a_given_adapter_brings_its_own_rank() {
         assert!(parse(&["--adapter", "here"]).is_ok());
-        for flags in [&["--rank", "4"][..], &["--alpha", "8"], &["--separate"]] {
+        let own = ["--target", "down_proj"];
+        for flags in [
+            &["--rank", "4"][..],
+            &["--alpha", "8"],
+            &["--separate"],
+            &own,
+        ] {
             let message = refusal(&[&["--adapter", "here"], flags].concat());
             assert!(message.contains("cannot be used with"), "{message}");
         }

@@ -1,6 +1,7 @@
 //! Sizes and switches of the dense layers.
 
 use anyhow::{Result, ensure};
+use burn_moe_lora::interchange::{Family, ModelConfig};
 
 /// Which vectors the query and key norms run over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +42,39 @@ pub struct DenseConfig {
 }
 
 impl DenseConfig {
+    /// The dense part of a hub model's configuration.
+    ///
+    /// # Errors
+    /// An output projection with a bias, and the errors of [`validate`](Self::validate).
+    pub fn from_hub(config: &ModelConfig) -> Result<Self> {
+        let qwen2 = config.family == Family::Qwen2Moe;
+        ensure!(
+            qwen2 || !config.attention_bias,
+            "attention_bias=true puts a bias on the output projection of {}, which is not supported here \
+             (use a model with attention_bias=false)",
+            config.family.model_type()
+        );
+        let dense = Self {
+            vocab: config.vocab_size,
+            hidden: config.hidden_size,
+            layers: config.num_hidden_layers,
+            heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            eps: config.rms_norm_eps,
+            rope_theta: config.rope_theta,
+            qkv_bias: config.attention_bias,
+            qk_norm: match config.family {
+                Family::Qwen3Moe => QkNorm::PerHead,
+                Family::Qwen2Moe => QkNorm::None,
+                Family::Olmoe => QkNorm::Full,
+            },
+            tie: config.tie_word_embeddings,
+        };
+        dense.validate()?;
+        Ok(dense)
+    }
+
     /// Checks that the sizes fit each other.
     ///
     /// # Errors

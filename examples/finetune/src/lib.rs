@@ -1,8 +1,8 @@
-//! The parts of the main job that are neither adapters nor experts.
+//! Fine-tunes the experts of a hub-layout Mixture-of-Experts model with LoRA at any expert topology.
 //!
-//! The job fine-tunes the experts of a hub-layout Mixture-of-Experts model with LoRA at any expert topology. This
-//! library holds what surrounds the MoE block: the frozen dense layers, the loss, the text, the flags and the report.
-//! The block itself is a closure that [`model::CausalLm::forward_with`] calls once a layer.
+//! Each rank is a thread with a [`rank_model::RankModel`] of its own: the frozen dense layers of [`model::CausalLm`],
+//! and between them the [`moe::MoeBlocks`], whose adapters a [`trainer::Trainer`] updates. [`job::Job`] is the whole way
+//! from flags to files.
 //!
 //! # Symbols
 //! `N` sequences of a batch, `L` their length, `T = N * L` tokens (rows), `H` hidden size, `V` vocabulary,
@@ -11,16 +11,22 @@
 //! # What it does not do
 //! No key-value cache, no sliding window, no RoPE scaling, no padding: every sequence of a batch has the same length.
 
+pub mod adapter;
 pub mod args;
 pub mod attention;
 pub mod config;
 pub mod decoder;
+pub mod job;
 pub mod linear;
 pub mod loss;
+pub mod merge;
 pub mod model;
+pub mod moe;
 pub mod norm;
 pub mod precision;
+pub mod rank_model;
 pub mod report;
 pub mod rope;
 pub mod text;
+pub mod trainer;
 pub mod weights;

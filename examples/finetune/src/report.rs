@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::{OptimizerKind, RankLayout};
+use crate::merge::MergeReport;
 
 /// What the job is about to do.
 #[derive(Clone, Debug)]
@@ -73,10 +74,12 @@ pub struct Summary {
     pub eval_before: f64,
     /// Mean loss of the evaluation part after training, in nats a byte.
     pub eval_after: f64,
-    /// Largest difference between the merged and the adapted model's logits, relative to the largest logit.
-    pub merge_error: f64,
+    /// How far the merged model's logits are from the adapted model's.
+    pub merge: MergeReport,
     /// Directory that holds the adapter.
     pub out: PathBuf,
+    /// Directory that holds the merged model, if it was asked for.
+    pub merged: Option<PathBuf>,
 }
 
 impl fmt::Display for Summary {
@@ -94,12 +97,25 @@ impl fmt::Display for Summary {
             "eval      loss {:.4} before, {:.4} after",
             self.eval_before, self.eval_after
         )?;
-        writeln!(
+        let MergeReport {
+            error, left_out, ..
+        } = self.merge;
+        write!(
             f,
-            "merged    logits within {:.1e} of the adapted model's",
-            self.merge_error
+            "merged    logits within {error:.1e} of the adapted model's"
         )?;
-        write!(f, "adapter   {}", self.out.display())
+        if left_out > 0 {
+            write!(
+                f,
+                ", {} positions behind a tie in routing left out",
+                grouped(left_out)
+            )?;
+        }
+        write!(f, "\nadapter   {}", self.out.display())?;
+        match &self.merged {
+            Some(folder) => write!(f, "\nmodel     {}", folder.display()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -180,6 +196,19 @@ impl Progress {
         }
         (self.tokens, self.start.elapsed())
     }
+}
+
+/// The error and its causes in one line; a cause that a message names itself is not repeated.
+pub fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 /// Bytes a second, rounded.
@@ -281,15 +310,32 @@ mod tests {
     }
 
     #[test]
+    fn causes_are_told_once() {
+        let inner = anyhow::anyhow!("no space (free some)");
+        let outer = inner.context("cannot write x: no space (free some)");
+        assert_eq!(describe(&outer), "cannot write x: no space (free some)");
+        let top = outer.context("text 'x'");
+        assert_eq!(
+            describe(&top),
+            "text 'x': cannot write x: no space (free some)"
+        );
+    }
+
+    #[test]
     fn the_summary_tells_what_became_of_the_loss() {
-        let summary = Summary {
+        let mut summary = Summary {
             steps: 40,
             tokens: 10_240,
             elapsed: Duration::from_secs(4),
             eval_before: 3.5,
             eval_after: 2.25,
-            merge_error: 1.5e-6,
+            merge: MergeReport {
+                error: 1.5e-6,
+                compared: 1024,
+                left_out: 0,
+            },
             out: "out".into(),
+            merged: None,
         };
         assert_eq!(
             summary.to_string(),
@@ -298,5 +344,12 @@ mod tests {
              merged    logits within 1.5e-6 of the adapted model's\n\
              adapter   out"
         );
+        summary.merge.left_out = 3;
+        summary.merged = Some("merged".into());
+        assert!(summary.to_string().ends_with(
+            "merged    logits within 1.5e-6 of the adapted model's, 3 positions behind a tie in routing left out\n\
+             adapter   out\n\
+             model     merged"
+        ));
     }
 }

@@ -1,5 +1,7 @@
 //! A text file as batches of byte ids.
 
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
@@ -9,6 +11,9 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 /// One part in this many of the text, at its end, is kept for evaluation.
 const EVAL_PART: usize = 10;
+
+/// Most bytes of a text: a device or a pipe need not end.
+const MAX_TEXT: u64 = 1 << 30;
 
 /// Sequences of byte ids of one length.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -105,12 +110,20 @@ impl TextDataset {
     /// Reads a file; see [`new`](Self::new).
     ///
     /// # Errors
-    /// A file that cannot be read, and the errors of [`new`](Self::new).
+    /// A file that cannot be read or is longer than 2^30 bytes, and the errors of [`new`](Self::new).
     pub fn open(path: &Path, vocab: usize, length: usize, seed: u64) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(|error| {
+        let mut bytes = Vec::new();
+        let read =
+            File::open(path).and_then(|file| file.take(MAX_TEXT + 1).read_to_end(&mut bytes));
+        read.map_err(|error| {
             let path = path.display();
             anyhow!("cannot read text '{path}': {error} (give a readable file with --text)")
         })?;
+        ensure!(
+            bytes.len() as u64 <= MAX_TEXT,
+            "text '{}' is longer than {MAX_TEXT} bytes (give a part of it with --text)",
+            path.display()
+        );
         Self::new(bytes, vocab, length, seed).with_context(|| format!("text '{}'", path.display()))
     }
 

@@ -1,5 +1,6 @@
 //! The dense layers around a slow MoE block give the logits and losses recorded for hub models.
 
+mod files;
 mod oracle;
 
 use std::path::Path;
@@ -7,10 +8,11 @@ use std::path::Path;
 use anyhow::Context;
 use burn::backend::Flex;
 use burn::tensor::{Int, Tensor};
+use files::{Tensors, asset, fixture, read_json, read_tensors};
 use finetune::loss::next_byte_loss;
 use finetune::model::CausalLm;
 use finetune::text::Batch;
-use oracle::{SlowMoe, Tensors, asset, dense_config, fixture, read_json, read_tensors};
+use oracle::{SlowMoe, dense_config};
 
 struct Model {
     dense: CausalLm<Flex>,
@@ -42,9 +44,7 @@ fn relative_error(found: Tensor<Flex, 3>, reference: &Tensors, name: &str) -> f3
     let (shape, expected) = &reference[name];
     assert_eq!(found.dims().as_slice(), shape.as_slice());
     let found = found.into_data().to_vec::<f32>().unwrap();
-    let largest = expected.iter().fold(0f32, |max, v| max.max(v.abs()));
-    let difference = found.iter().zip(expected).map(|(f, e)| (f - e).abs());
-    difference.fold(0f32, f32::max) / largest
+    files::relative_error(&found, expected)
 }
 
 fn check_adapted_logits(kind: &str) {

@@ -1,48 +1,13 @@
 //! A slow MoE block on one device, in double precision and plain loops, with the adapter folded into the weights.
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use finetune::config::{DenseConfig, QkNorm};
-use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-/// Tensors of a file by name: shape and row-major values; integers are given as floats.
-pub type Tensors = HashMap<String, (Vec<usize>, Vec<f32>)>;
-
-pub fn fixture(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../tests/fixtures")
-        .join(path)
-}
-
-pub fn asset(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("assets")
-        .join(path)
-}
-
-pub fn read_json(path: &Path) -> Value {
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-}
-
-pub fn read_tensors(path: &Path) -> Tensors {
-    let bytes = std::fs::read(path).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    file.iter()
-        .map(|(name, view)| {
-            let words = view.data().chunks_exact(4).map(|w| w.try_into().unwrap());
-            let values = match view.dtype() {
-                Dtype::F32 => words.map(f32::from_le_bytes).collect(),
-                Dtype::I32 => words.map(|w| i32::from_le_bytes(w) as f32).collect(),
-                other => panic!("{name} is {other:?}"),
-            };
-            (name.to_string(), (view.shape().to_vec(), values))
-        })
-        .collect()
-}
+use crate::files::{Tensors, read_json, read_tensors};
 
 fn size(config: &Value, name: &str) -> usize {
     config[name].as_u64().unwrap() as usize

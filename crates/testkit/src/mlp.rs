@@ -1,0 +1,152 @@
+//! MLPs with adapters, once for the oracle and once for the library.
+
+use moe_lora_adapters::{Activation, Lora, LoraConfig, Placement, Sharing};
+use moe_lora_experts::{GateUp, MlpWeights, SwigluMlp};
+use moe_lora_parallel::GroupKind;
+
+use crate::{Ad, Axis, Matrix, Noise, oracle};
+
+/// Experts of one layer, or one MLP, with adapters on all of their linears.
+#[derive(Clone, Copy, Debug)]
+pub struct MlpCase {
+    /// `H`.
+    pub hidden: usize,
+    /// `F`.
+    pub intermediate: usize,
+    /// `E`, 1 for an MLP of all rows.
+    pub experts: usize,
+    /// One adapter for gate and up, or one each.
+    pub gate_up: GateUp,
+    /// The adapters.
+    pub config: LoraConfig,
+}
+
+/// Full weights of the library's kind.
+#[derive(Clone, Debug)]
+pub struct MlpValues {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    down: Vec<f32>,
+}
+
+impl MlpValues {
+    /// The weights of these MLPs, without their adapters.
+    pub fn of(experts: &[oracle::Mlp]) -> Self {
+        let half = |part: usize| {
+            let rows = |mlp: &oracle::Mlp| {
+                let weight = mlp.gate_up.weight();
+                let half = weight.rows / 2;
+                weight.pick_rows(part * half..(part + 1) * half).to_f32()
+            };
+            experts.iter().flat_map(rows).collect()
+        };
+        Self {
+            gate: half(0),
+            up: half(1),
+            down: experts
+                .iter()
+                .flat_map(|mlp| mlp.down.weight().to_f32())
+                .collect(),
+        }
+    }
+
+    /// As the library takes them.
+    pub fn weights(&self) -> MlpWeights<'_> {
+        MlpWeights {
+            gate: &self.gate,
+            up: &self.up,
+            down: &self.down,
+        }
+    }
+}
+
+/// `alpha / r`, or `alpha / sqrt(r)`: the formula of the papers, not the library's.
+pub fn scale(config: &LoraConfig) -> f64 {
+    let rank = config.rank as f64;
+    config.alpha / if config.rslora { rank.sqrt() } else { rank }
+}
+
+impl MlpCase {
+    /// The MLP of each expert, with noise in every weight and factor.
+    pub fn oracle(&self, seed: u64) -> Vec<oracle::Mlp> {
+        let mut noise = Noise::new(seed);
+        let (h, f) = (self.hidden, self.intermediate);
+        let mut loras = || {
+            let mut lora = |first_row, d_in, d_out| oracle::Lora {
+                a: noise.matrix(self.config.rank, d_in),
+                b: noise.matrix(d_out, self.config.rank),
+                scale: scale(&self.config),
+                silu: self.config.activation == Activation::Silu,
+                first_row,
+            };
+            let gate_up = match self.gate_up {
+                GateUp::Fused => vec![lora(0, h, 2 * f)],
+                GateUp::Separate => vec![lora(0, h, f), lora(f, h, f)],
+            };
+            [gate_up, vec![lora(0, f, h)]]
+        };
+        let first = loras();
+        let adapters: Vec<_> = (0..self.experts)
+            .map(|_| match self.config.sharing {
+                Sharing::Shared => first.clone(),
+                Sharing::PerExpert => loras(),
+            })
+            .collect();
+        let mut noise = Noise::new(seed + 1);
+        adapters
+            .into_iter()
+            .map(|[gate_up, down]| oracle::Mlp {
+                gate_up: oracle::Linear::new(noise.matrix(2 * f, h), gate_up),
+                down: oracle::Linear::new(noise.matrix(h, f), down),
+            })
+            .collect()
+    }
+
+    /// Puts the oracle's adapters on the library's MLP.
+    ///
+    /// # Panics
+    ///
+    /// When the library refuses them.
+    pub fn adapt<G: GroupKind>(&self, mlp: &mut SwigluMlp<Ad, G>, experts: &[oracle::Mlp]) {
+        let device = &Default::default();
+        let paths = mlp.targets(self.gate_up);
+        mlp.adapt(&paths, &self.config, device).unwrap();
+        for (k, lora) in mlp.gate_up.adapters.iter_mut().enumerate() {
+            self.load(lora, experts.iter().map(|mlp| &mlp.gate_up.loras()[k]));
+        }
+        for (k, lora) in mlp.down.adapters.iter_mut().enumerate() {
+            self.load(lora, experts.iter().map(|mlp| &mlp.down.loras()[k]));
+        }
+    }
+
+    fn load<'a, G: GroupKind, P: Placement>(
+        &self,
+        lora: &mut Lora<Ad, G, P>,
+        experts: impl Iterator<Item = &'a oracle::Lora>,
+    ) {
+        let count = match self.config.sharing {
+            Sharing::Shared => 1,
+            Sharing::PerExpert => self.experts,
+        };
+        let experts: Vec<_> = experts.take(count).collect();
+        let values = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
+            experts.iter().flat_map(|lora| of(lora).to_f32()).collect()
+        };
+        lora.load(
+            count,
+            &values(|lora| &lora.a),
+            &values(|lora| &lora.b),
+            &Default::default(),
+        )
+        .unwrap();
+    }
+
+    /// The axes of `A` and `B` of each adapter, in the order of the MLP's factors.
+    pub fn axes(&self) -> Vec<Axis> {
+        let gate_up: &[Axis] = match self.gate_up {
+            GateUp::Fused => &[Axis::Rows(1), Axis::Rows(2)],
+            GateUp::Separate => &[Axis::Rows(1); 4],
+        };
+        [gate_up, &[Axis::Columns, Axis::Rows(1)]].concat()
+    }
+}

@@ -1,0 +1,162 @@
+//! A linear with adapters.
+
+use crate::Matrix;
+
+/// An adapter: `scale * B A`, on some of the rows of a weight.
+#[derive(Clone, Debug)]
+pub struct Lora {
+    /// `[r, d_in]`.
+    pub a: Matrix,
+    /// `[d_out, r]`.
+    pub b: Matrix,
+    /// `alpha / r`.
+    pub scale: f64,
+    /// Whether silu stands between `A` and `B`; such an adapter is not folded.
+    pub silu: bool,
+    /// The first row of the weight that it changes.
+    pub first_row: usize,
+}
+
+/// `y = x W'^T` with `W' = W + s B A`.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    weight: Matrix,
+    folded: Matrix,
+    loras: Vec<Lora>,
+}
+
+/// Gradients of a [`Linear`].
+#[derive(Clone, Debug)]
+pub struct LinearGrads {
+    /// Of the input.
+    pub dx: Matrix,
+    /// Of `A` and `B` of every adapter.
+    pub factors: Vec<[Matrix; 2]>,
+}
+
+impl Linear {
+    /// A weight `[d_out, d_in]` with adapters.
+    pub fn new(weight: Matrix, loras: Vec<Lora>) -> Self {
+        let mut folded = weight.clone();
+        for lora in loras.iter().filter(|lora| !lora.silu) {
+            folded.add_to_rows(lora.first_row, &lora.b.times(&lora.a).scaled(lora.scale));
+        }
+        Self {
+            weight,
+            folded,
+            loras,
+        }
+    }
+
+    /// The weight without its adapters.
+    pub fn weight(&self) -> &Matrix {
+        &self.weight
+    }
+
+    /// The weight with its adapters.
+    pub fn folded(&self) -> &Matrix {
+        &self.folded
+    }
+
+    /// The adapters.
+    pub fn loras(&self) -> &[Lora] {
+        &self.loras
+    }
+
+    /// `[T, d_in] -> [T, d_out]`.
+    pub fn forward(&self, x: &Matrix) -> Matrix {
+        let mut y = x.times(&self.folded.transposed());
+        for lora in self.loras.iter().filter(|lora| lora.silu) {
+            let z = x.times(&lora.a.transposed()).map(silu);
+            let delta = z.times(&lora.b.transposed()).scaled(lora.scale);
+            y = Matrix::build(y.rows, y.columns, |i, j| {
+                let column = j.checked_sub(lora.first_row);
+                let column = column.filter(|column| *column < delta.columns);
+                y.at(i, j) + column.map_or(0.0, |column| delta.at(i, column))
+            });
+        }
+        y
+    }
+
+    /// Gradients at `x` for the cotangent `dy`.
+    pub fn backward(&self, x: &Matrix, dy: &Matrix) -> LinearGrads {
+        // The gradient of the folded weight carries those of both factors.
+        let dw = dy.transposed().times(x);
+        let mut dx = dy.times(&self.folded);
+        let mut factors = Vec::new();
+        for lora in &self.loras {
+            let rows = lora.first_row..lora.first_row + lora.b.rows;
+            if lora.silu {
+                let z = x.times(&lora.a.transposed());
+                let dy = dy.columns(rows).scaled(lora.scale);
+                let dz = dy.times(&lora.b).zip(&z, |g, z| g * silu_slope(z));
+                dx = dx.plus(&dz.times(&lora.a));
+                factors.push([
+                    dz.transposed().times(x),
+                    dy.transposed().times(&z.map(silu)),
+                ]);
+            } else {
+                let dw = dw.pick_rows(rows).scaled(lora.scale);
+                factors.push([
+                    lora.b.transposed().times(&dw),
+                    dw.times(&lora.a.transposed()),
+                ]);
+            }
+        }
+        LinearGrads { dx, factors }
+    }
+}
+
+/// `x / (1 + e^-x)`.
+pub(super) fn silu(x: f64) -> f64 {
+    x * sigmoid(x)
+}
+
+/// The derivative of [`silu`].
+pub(super) fn silu_slope(x: f64) -> f64 {
+    let s = sigmoid(x);
+    s * (1.0 + x * (1.0 - s))
+}
+
+pub(super) fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{central_differences, noise, relative_error};
+
+    #[test]
+    fn gradients_are_those_of_central_differences() {
+        for silu in [false, true] {
+            let (x, dy) = (noise(1, 3, 4), noise(2, 3, 6));
+            let linear = |a: &Matrix, b: &Matrix| {
+                let lora = Lora {
+                    a: a.clone(),
+                    b: b.clone(),
+                    scale: 1.5,
+                    silu,
+                    first_row: 2,
+                };
+                Linear::new(noise(3, 6, 4), vec![lora])
+            };
+            let (a, b) = (noise(4, 2, 4), noise(5, 3, 2));
+            let grads = linear(&a, &b).backward(&x, &dy);
+            let near = |found: &Matrix, expected: Matrix| {
+                assert!(
+                    relative_error(found, &expected) < 1e-8,
+                    "{found:?} {expected:?}"
+                );
+            };
+            let loss = |linear: Linear, x: &Matrix| linear.forward(x).dot(&dy);
+            near(
+                &grads.dx,
+                central_differences(&x, |x| loss(linear(&a, &b), x)),
+            );
+            let [da, db] = &grads.factors[0];
+            near(da, central_differences(&a, |a| loss(linear(a, &b), &x)));
+            near(db, central_differences(&b, |b| loss(linear(&a, b), &x)));
+        }
+    }
+}

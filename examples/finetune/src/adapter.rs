@@ -1,0 +1,219 @@
+//! Adapters on the experts: which linears get one, where they start, and how they leave again.
+
+use anyhow::{Result, ensure};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn_moe_lora::adapters::{Lora, LoraConfig, Placement, Targets};
+use burn_moe_lora::experts::{GateUp as GateUpKind, MoeLayer};
+use burn_moe_lora::interchange::{
+    ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter, PeftLayout,
+};
+use burn_moe_lora::parallel::{ExpertTp, Mesh, ParallelBackend};
+
+use crate::moe::MoeBlocks;
+
+/// The adapters that a job trains.
+#[derive(Clone, Debug)]
+pub enum AdapterPlan {
+    /// New ones.
+    New {
+        /// Rank, scale and start values.
+        config: LoraConfig,
+        /// Whether gate and up share an adapter.
+        gate_up: GateUpKind,
+        /// Patterns over the paths of linears; none for all of the routed experts' linears.
+        targets: Vec<String>,
+    },
+    /// Those of a file.
+    Given(PeftAdapter),
+}
+
+impl AdapterPlan {
+    /// Rank and scale.
+    pub fn config(&self) -> LoraConfig {
+        match self {
+            Self::New { config, .. } => *config,
+            Self::Given(adapter) => {
+                LoraConfig::new(adapter.rank, adapter.alpha).with_rslora(adapter.rslora)
+            }
+        }
+    }
+
+    /// Puts the adapters on the blocks.
+    ///
+    /// # Errors
+    /// A pattern that matches no linear, a gate without its up projection, a rank that the topology does not divide, or
+    /// factors that do not fit the model. Every rank gets the same error.
+    pub fn put_on<B: Backend>(&self, blocks: &mut MoeBlocks<B>, device: &B::Device) -> Result<()> {
+        let config = self.config();
+        match self {
+            Self::New {
+                gate_up, targets, ..
+            } => {
+                let known = blocks.targets(*gate_up);
+                let paths = match targets.is_empty() {
+                    true => known,
+                    false => Targets::new(targets).select(&known)?,
+                };
+                for layer in &mut blocks.layers {
+                    check_pairs(&layer.experts.targets(*gate_up), &paths)?;
+                    layer.adapt(&paths, &config, device)?;
+                }
+            }
+            Self::Given(adapter) => {
+                for (&index, factors) in &adapter.layers {
+                    load_layer(&mut blocks.layers[index], factors, &config, device)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Number of trained parameters over all ranks, each counted once.
+pub fn trained_parameters<B: ParallelBackend>(blocks: &MoeBlocks<B>, mesh: &Mesh<B>) -> usize {
+    let weights = blocks.trained_weights();
+    let counts = weights.iter().map(|weight| {
+        let layout = weight.layout;
+        let experts = layout
+            .experts
+            .as_ref()
+            .map_or(1, |local| local.len() * mesh.ep().size());
+        experts * layout.d_out * layout.d_in
+    });
+    counts.sum()
+}
+
+/// Gathers the adapters of all ranks. Every rank calls it and gets the same.
+///
+/// # Errors
+/// Factors that do not belong together.
+///
+/// # Panics
+/// If a collective fails.
+pub fn gather_adapter<B: ParallelBackend>(
+    blocks: &MoeBlocks<B>,
+    config: &LoraConfig,
+    mesh: &Mesh<B>,
+) -> Result<PeftAdapter> {
+    let mut adapter = PeftAdapter {
+        rank: config.rank,
+        alpha: config.alpha,
+        rslora: config.rslora,
+        layers: Default::default(),
+    };
+    for (index, layer) in blocks.layers.iter().enumerate() {
+        let factors = gather_layer(layer, mesh)?;
+        if factors.gate_up.is_some() || factors.down.is_some() {
+            adapter.layers.insert(index, factors);
+        }
+    }
+    Ok(adapter)
+}
+
+/// The file layout that holds the adapter as it is: stacked, unless gate and up have an adapter each.
+pub fn file_layout(adapter: &PeftAdapter) -> PeftLayout {
+    let mut layers = adapter.layers.values();
+    match layers.any(|layer| matches!(layer.gate_up, Some(GateUp::Separate { .. }))) {
+        true => PeftLayout::PerExpert,
+        false => PeftLayout::Stacked,
+    }
+}
+
+/// A full tensor on the host.
+pub fn to_host<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Result<HostTensor> {
+    let shape = tensor.dims();
+    let values = tensor.into_data().convert::<f32>().into_vec::<f32>();
+    let values = values.expect("the data was converted to f32");
+    Ok(HostTensor::new(shape, values)?)
+}
+
+/// A gate with an adapter of its own needs one on up too: the files hold both or neither.
+fn check_pairs(known: &[String], chosen: &[String]) -> Result<()> {
+    let find = |name: &str| {
+        let path = known.iter().find(|path| path.ends_with(name))?;
+        Some((path, chosen.contains(path)))
+    };
+    if let (Some((gate, has_gate)), Some((up, has_up))) = (find(".gate_proj"), find(".up_proj")) {
+        let (with, without) = match has_gate {
+            true => (gate, up),
+            false => (up, gate),
+        };
+        ensure!(
+            has_gate == has_up,
+            "the targets choose {with} without {without}, which no adapter file can hold (choose both or neither)"
+        );
+    }
+    Ok(())
+}
+
+fn load_layer<B: Backend>(
+    layer: &mut MoeLayer<B>,
+    factors: &ExpertAdapter,
+    config: &LoraConfig,
+    device: &B::Device,
+) -> Result<()> {
+    let experts = &mut layer.experts;
+    let path = |linear: &[&str], name: &str| {
+        let path = linear.iter().find(|path| path.ends_with(name));
+        path.map(|path| path.to_string()).unwrap_or_default()
+    };
+    let fc1 = match &factors.gate_up {
+        None => vec![],
+        Some(GateUp::Fused(pair)) => vec![(".gate_up_proj", pair)],
+        Some(GateUp::Separate { gate, up }) => vec![(".gate_proj", gate), (".up_proj", up)],
+    };
+    for (name, pair) in fc1 {
+        let path = path(&experts.gate_up.targets(), name);
+        load(experts.gate_up.adapt(&path, config, device)?, pair, device)?;
+    }
+    if let Some(pair) = &factors.down {
+        let path = path(&experts.down.targets(), ".down_proj");
+        load(experts.down.adapt(&path, config, device)?, pair, device)?;
+    }
+    Ok(())
+}
+
+fn load<B: Backend, P: Placement>(
+    lora: &mut Lora<B, ExpertTp, P>,
+    pair: &FactorPair,
+    device: &B::Device,
+) -> Result<()> {
+    let experts = pair.a.shape()[0];
+    Ok(lora.load(experts, pair.a.data(), pair.b.data(), device)?)
+}
+
+fn gather_layer<B: ParallelBackend>(layer: &MoeLayer<B>, mesh: &Mesh<B>) -> Result<ExpertAdapter> {
+    let fc1 = &layer.experts.gate_up.adapters;
+    let gate_up = match fc1.as_slice() {
+        [] => None,
+        [fused] => Some(GateUp::Fused(gather(fused, mesh)?)),
+        [first, second] => {
+            // The two lie in the order in which they were put there.
+            let (gate, up) = match first.path().ends_with(".gate_proj") {
+                true => (first, second),
+                false => (second, first),
+            };
+            Some(GateUp::Separate {
+                gate: gather(gate, mesh)?,
+                up: gather(up, mesh)?,
+            })
+        }
+        more => unreachable!("{} adapters on a linear of two fragments", more.len()),
+    };
+    let down = layer.experts.down.adapters.first();
+    Ok(ExpertAdapter {
+        gate_up,
+        down: down.map(|lora| gather(lora, mesh)).transpose()?,
+    })
+}
+
+fn gather<B: ParallelBackend, P: Placement>(
+    lora: &Lora<B, ExpertTp, P>,
+    mesh: &Mesh<B>,
+) -> Result<FactorPair> {
+    let (etp, ep) = (mesh.expert_tp(), mesh.ep());
+    let a = to_host(lora.a.gather_all(etp, ep))?;
+    let b = to_host(lora.b.gather_all(etp, ep))?;
+    Ok(FactorPair::new(a, b)?)
+}

@@ -1,0 +1,236 @@
+//! The job from flags to files.
+
+use std::error::Error;
+use std::io::{Write, stdout};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::backend::{Autodiff, Flex};
+use burn::optim::{AdamWConfig, Optimizer, SgdConfig};
+use burn::tensor::Device;
+use burn_moe_lora::adapters::LoraConfig;
+use burn_moe_lora::experts::GateUp;
+use burn_moe_lora::interchange::{HubModel, InterchangeError, PeftAdapter, write_model};
+use burn_moe_lora::parallel::{Mesh, MockRank, MockWorld, Topology, TopologyConfig};
+
+use crate::adapter::{AdapterPlan, file_layout, gather_adapter, trained_parameters};
+use crate::args::{Args, OptimizerKind, RankLayout};
+use crate::merge::{check_merged, gather_experts};
+use crate::moe::MoeBlocks;
+use crate::rank_model::RankModel;
+use crate::report::{Banner, Progress, Summary, describe};
+use crate::text::TextDataset;
+use crate::trainer::Trainer;
+
+/// The backend that the job trains on.
+pub type TrainBackend = Autodiff<Flex>;
+
+/// How long a rank waits for the others, which may be writing a large model.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// A job whose flags and files have been checked.
+pub struct Job {
+    args: Args,
+    layout: RankLayout,
+    topology: Topology,
+    hub: HubModel,
+    text: TextDataset,
+    plan: AdapterPlan,
+}
+
+impl Job {
+    /// Opens the files and checks them against the flags.
+    ///
+    /// # Errors
+    /// Whatever can be told before the ranks start.
+    pub fn new(args: Args) -> Result<Self> {
+        let layout = args.layout()?;
+        let topology = TopologyConfig::new(layout.world)
+            .with_ep(layout.ep)
+            .with_etp(layout.etp)
+            .init()?;
+        let hub = HubModel::open(&args.model)?;
+        let config = hub.config();
+        let longest = config.max_position_embeddings;
+        ensure!(
+            args.length <= longest,
+            "length={} is more than max_position_embeddings={longest} (use a --length of at most {longest})",
+            args.length
+        );
+        let text = TextDataset::open(&args.text, config.vocab_size, args.length, args.seed)?;
+        let plan = match &args.adapter {
+            Some(folder) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
+            None => AdapterPlan::New {
+                config: LoraConfig::new(args.rank, args.alpha).with_seed(args.seed),
+                gate_up: match args.separate {
+                    true => GateUp::Separate,
+                    false => GateUp::Fused,
+                },
+                targets: args.targets.clone(),
+            },
+        };
+        Ok(Self {
+            args,
+            layout,
+            topology,
+            hub,
+            text,
+            plan,
+        })
+    }
+
+    /// Trains on every rank, each a thread; writes the adapter, and the merged model if a folder was given for it.
+    ///
+    /// # Errors
+    /// Sizes that the topology does not divide, targets that match nothing, files that cannot be written, a merged model
+    /// that differs from the adapted one, or a rank that failed.
+    pub fn run(&self) -> Result<Summary> {
+        let world = MockWorld::new(self.layout.world).with_timeout(TIMEOUT);
+        let outcomes = world.run_result(|rank| {
+            // Flags and files are the same on every rank, so all of them stop here or none.
+            let model = match self.load(&rank) {
+                Ok(model) => model,
+                Err(error) => return Ok(Err(error)),
+            };
+            match self.train(model) {
+                // One rank alone writes files: the others, who wait for it, have to be told.
+                Err(error) if error.is::<InterchangeError>() => Err(in_one_line(error)),
+                outcome => Ok(outcome),
+            }
+        })?;
+        let first = outcomes.into_iter().next();
+        first.context("a world of no ranks (use --world 1 or more)")?
+    }
+
+    fn load(&self, rank: &MockRank) -> Result<RankModel<TrainBackend>> {
+        let mesh = Mesh::new(self.topology, rank)?;
+        let plan = Some(&self.plan);
+        let model = RankModel::load(&self.hub, plan, mesh, &Default::default())?;
+        self.prepare_output()?;
+        Ok(model)
+    }
+
+    fn train(&self, model: RankModel<TrainBackend>) -> Result<Summary> {
+        match self.args.optimizer {
+            OptimizerKind::Sgd => self.train_with(model, SgdConfig::new().init()),
+            OptimizerKind::Adamw => self.train_with(model, AdamWConfig::new().init()),
+        }
+    }
+
+    fn train_with<O>(&self, model: RankModel<TrainBackend>, optimizer: O) -> Result<Summary>
+    where
+        O: Optimizer<MoeBlocks<TrainBackend>, TrainBackend>,
+    {
+        let device = Device::<TrainBackend>::default();
+        let Args { steps, batch, .. } = self.args;
+        let first = model.mesh.rank() == 0;
+        if first {
+            let banner = self.banner(trained_parameters(&model.blocks, &model.mesh));
+            // A closed pipe must not end the training.
+            let _ = writeln!(stdout(), "{banner}");
+        }
+        let held_out = self.text.eval_batches(batch);
+        let eval_before = model.evaluate(&held_out, &device)?;
+
+        let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device);
+        let mut progress = first.then(|| Progress::stderr(steps, steps.div_ceil(10)));
+        for step in 0..steps {
+            let batch = self.text.train_batch(step, batch);
+            let loss = trainer.step(&batch)?;
+            ensure!(
+                loss.is_finite(),
+                "the loss of step {} is {loss} (lower --lr or --alpha)",
+                step + 1
+            );
+            if let Some(progress) = &mut progress {
+                progress.step(loss, batch.rows() * batch.length());
+            }
+        }
+        let (tokens, elapsed) = progress.map(Progress::finish).unwrap_or_default();
+
+        let adapted = trainer.model.frozen();
+        let eval_after = adapted.evaluate(&held_out, &device)?;
+        self.write_adapter(&adapted)?;
+        let mut merged = adapted.clone();
+        merged.blocks.merge(&merged.mesh)?;
+        let merge = check_merged(&adapted, &merged, &held_out, &device)?;
+        self.write_merged(&merged)?;
+        Ok(Summary {
+            steps,
+            tokens,
+            elapsed,
+            eval_before,
+            eval_after,
+            merge,
+            out: self.args.out.clone(),
+            merged: self.args.merged.clone(),
+        })
+    }
+
+    fn banner(&self, trained: usize) -> Banner {
+        let args = &self.args;
+        let config = self.plan.config();
+        let shapes = self
+            .hub
+            .names()
+            .filter_map(|name| self.hub.shape(name).ok());
+        Banner {
+            model: args.model.clone(),
+            text: args.text.clone(),
+            layout: self.layout,
+            trained,
+            frozen: shapes.map(|shape| shape.iter().product::<usize>()).sum(),
+            rank: config.rank,
+            alpha: config.alpha,
+            optimizer: args.optimizer,
+            lr: args.learning_rate(),
+            steps: args.steps,
+            batch: args.batch,
+            length: args.length,
+        }
+    }
+
+    /// Finds out before the training, on every rank, that nothing could be written after it.
+    fn prepare_output(&self) -> Result<()> {
+        create(&self.args.out, "--out")?;
+        match &self.args.merged {
+            Some(folder) => create(folder, "--merged"),
+            None => Ok(()),
+        }
+    }
+
+    fn write_adapter(&self, model: &RankModel<TrainBackend>) -> Result<()> {
+        let adapter = gather_adapter(&model.blocks, &self.plan.config(), &model.mesh)?;
+        if model.mesh.rank() == 0 {
+            let base = self.args.model.display().to_string();
+            let layout = file_layout(&adapter);
+            adapter.write(&self.args.out, self.hub.config(), layout, &base)?;
+        }
+        Ok(())
+    }
+
+    fn write_merged(&self, model: &RankModel<TrainBackend>) -> Result<()> {
+        let Some(folder) = &self.args.merged else {
+            return Ok(());
+        };
+        let first = model.mesh.rank() == 0;
+        let experts = gather_experts(&model.blocks, self.hub.config(), &model.mesh, first)?;
+        if first {
+            write_model(folder, &self.hub, experts)?;
+        }
+        Ok(())
+    }
+}
+
+fn create(folder: &Path, flag: &str) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|error| {
+        let folder = folder.display();
+        anyhow!("cannot create folder '{folder}': {error} (give another one with {flag})")
+    })
+}
+
+/// The whole chain as one message: who prints an error of a rank prints no causes.
+fn in_one_line(error: anyhow::Error) -> Box<dyn Error + Send + Sync> {
+    describe(&error).into()
+}

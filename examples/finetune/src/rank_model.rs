@@ -1,0 +1,128 @@
+//! The whole model as one rank holds it.
+
+use anyhow::Result;
+use burn::module::Module;
+use burn::tensor::{Int, Tensor};
+use burn_moe_lora::adapters::AdapterBackend;
+use burn_moe_lora::interchange::HubModel;
+use burn_moe_lora::parallel::region::{GATHER_FROM, apply};
+use burn_moe_lora::parallel::{Group, GroupKind, Mesh, ParallelBackend};
+
+use crate::adapter::AdapterPlan;
+use crate::config::DenseConfig;
+use crate::loss::{SummedLoss, next_byte_loss};
+use crate::model::CausalLm;
+use crate::moe::MoeBlocks;
+use crate::text::Batch;
+
+/// The dense layers, whole on every rank, and this rank's part of the MoE blocks.
+#[derive(Clone, Debug)]
+pub struct RankModel<B: ParallelBackend> {
+    /// The frozen dense layers.
+    pub dense: CausalLm<B>,
+    /// The blocks between them.
+    pub blocks: MoeBlocks<B>,
+    /// The groups that the blocks communicate over.
+    pub mesh: Mesh<B>,
+}
+
+impl<B: AdapterBackend> RankModel<B> {
+    /// Reads a hub model and puts adapters on its experts. Nothing is communicated.
+    ///
+    /// # Errors
+    /// Files that do not fit each other, or sizes that the topology does not divide. Every rank gets the same error.
+    pub fn load(
+        hub: &HubModel,
+        plan: Option<&AdapterPlan>,
+        mesh: Mesh<B>,
+        device: &B::Device,
+    ) -> Result<Self> {
+        let config = DenseConfig::from_hub(hub.config())?;
+        // The blocks come first: what does not fit the topology is found there.
+        let mut blocks = MoeBlocks::load(hub, false, &mesh, device)?;
+        if let Some(plan) = plan {
+            plan.put_on(&mut blocks, device)?;
+        }
+        let dense = CausalLm::load(&config, device, |name| {
+            let tensor = hub.tensor(name)?;
+            Ok((tensor.shape().to_vec(), tensor.into_data()))
+        })?;
+        Ok(Self {
+            dense,
+            blocks,
+            mesh,
+        })
+    }
+
+    /// The logits of the next byte at every position of this rank's sequences.
+    ///
+    /// # Shapes
+    /// `[N, L]` to `[N, L, V]`.
+    ///
+    /// # Panics
+    /// If an id is not below `V`, or if a collective fails.
+    pub fn logits(&self, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        self.dense.forward_with(ids, |layer, tokens| {
+            self.blocks.layers[layer].forward(tokens, &self.mesh)
+        })
+    }
+
+    /// The summed loss of this rank's rows of `batch`.
+    ///
+    /// # Errors
+    /// Fewer rows than ranks.
+    ///
+    /// # Panics
+    /// If an id is not below `V`, or if a collective fails.
+    pub fn loss(&self, batch: &Batch, device: &B::Device) -> Result<SummedLoss<B>> {
+        let ranks = self.mesh.topology().world_size();
+        let ids = batch.shard(self.mesh.rank(), ranks)?.tensor(device);
+        Ok(next_byte_loss(self.logits(ids.clone()), ids))
+    }
+
+    /// The mean loss over all positions of `batches`, the same on every rank.
+    ///
+    /// # Errors
+    /// A batch with fewer rows than ranks.
+    ///
+    /// # Panics
+    /// If an id is not below `V`, or if a collective fails.
+    pub fn evaluate(&self, batches: &[Batch], device: &B::Device) -> Result<f64> {
+        let frozen = self.frozen();
+        let (mut sum, mut count) = (0.0, 0);
+        for batch in batches {
+            let loss = frozen.loss(batch, device)?;
+            sum += gather_world(loss.sum, &self.mesh).iter().sum::<f64>();
+            count += batch.predicted();
+        }
+        Ok(sum / count.max(1) as f64)
+    }
+
+    /// The same model with nothing tracked for gradients.
+    pub fn frozen(&self) -> Self {
+        Self {
+            blocks: self.blocks.clone().no_grad(),
+            ..self.clone()
+        }
+    }
+}
+
+/// The values of all ranks, in rank order. Every rank passes as many.
+///
+/// # Panics
+/// If a collective fails.
+pub fn gather_world<B: ParallelBackend>(values: Tensor<B, 1>, mesh: &Mesh<B>) -> Vec<f64> {
+    // Expert ranks count fastest over tensor parallelism, then over expert and data parallelism.
+    let values = gather(values.detach(), mesh.expert_tp());
+    let values = gather(values, mesh.ep());
+    let values = gather(values, mesh.expert_dp());
+    values.into_data().iter::<f64>().collect()
+}
+
+fn gather<B: ParallelBackend, G: GroupKind>(
+    values: Tensor<B, 1>,
+    group: &Group<B, G>,
+) -> Tensor<B, 1> {
+    let sizes = vec![values.dims()[0]; group.size()].into();
+    apply(values, GATHER_FROM, group, 0, &sizes)
+}

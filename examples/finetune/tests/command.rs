@@ -1,0 +1,362 @@
+//! The command itself: what it writes, and what it says when something is wrong.
+
+mod files;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use burn_moe_lora::interchange::{GateUp, HubModel, PeftAdapter};
+use files::{asset, read_json, read_tensors};
+use tempfile::TempDir;
+
+fn model() -> PathBuf {
+    asset("qwen3-moe-constitution")
+}
+
+fn finetune(folder: &Path, flags: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .current_dir(folder)
+        .args(["--steps", "2"])
+        .args(flags)
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// What a run that must end well prints.
+fn succeed(folder: &Path, flags: &[&str]) -> String {
+    let output = finetune(folder, flags);
+    let errors = text(&output.stderr);
+    assert!(output.status.success(), "{flags:?}: {errors}");
+    assert!(
+        errors.contains("step 1/2  loss ") && errors.contains("step 2/2  loss "),
+        "{errors}"
+    );
+    text(&output.stdout)
+}
+
+/// The message of a run that must end with one line and exit code 1.
+fn refusal(folder: &Path, flags: &[&str]) -> String {
+    let output = finetune(folder, flags);
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{flags:?}: {errors}");
+    assert!(!errors.contains("panicked"), "{flags:?}: {errors}");
+    assert_eq!(errors.lines().count(), 1, "{flags:?}: {errors}");
+    let message = errors.trim_end().strip_prefix("error: ");
+    message
+        .unwrap_or_else(|| panic!("{flags:?}: {errors}"))
+        .into()
+}
+
+/// A number of the summary, by the words around it.
+fn number(output: &str, before: &str, after: &str) -> f64 {
+    let start = output
+        .find(before)
+        .unwrap_or_else(|| panic!("no {before:?} in {output}"));
+    let rest = &output[start + before.len()..];
+    rest[..rest.find(after).unwrap()].parse().unwrap()
+}
+
+/// A copy of the model's files that can be damaged.
+fn copy() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(model().join(name), folder.path().join(name)).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn without_flags_four_ranks_train_and_write_an_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = succeed(folder.path(), &[]);
+    assert!(
+        output.contains("4 ranks: ep 2 x etp 2 x expert dp 1"),
+        "{output}"
+    );
+    assert!(output.contains("34,816 of 241,024 parameters"), "{output}");
+    assert!(output.contains("tokens/s)"), "{output}");
+    assert!(
+        number(&output, "logits within ", " of the adapted") < 1e-5,
+        "{output}"
+    );
+    let (before, after) = (
+        number(&output, "eval      loss ", " before"),
+        number(&output, " before, ", " after"),
+    );
+    assert!(after < before, "{output}");
+
+    let hub = HubModel::open(&model()).unwrap();
+    let out = folder.path().join("target/finetune");
+    let adapter = PeftAdapter::read(&out, hub.config()).unwrap();
+    assert_eq!(
+        (adapter.rank, adapter.alpha, adapter.layers.len()),
+        (8, 16.0, 2)
+    );
+    for layer in adapter.layers.values() {
+        assert!(matches!(layer.gate_up, Some(GateUp::Fused(_))));
+        let moved = layer
+            .down
+            .as_ref()
+            .unwrap()
+            .b
+            .data()
+            .iter()
+            .any(|b| *b != 0.0);
+        assert!(moved, "B is still zero");
+    }
+}
+
+#[test]
+fn the_merged_model_and_the_adapter_start_where_the_training_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = succeed(folder.path(), &["--out", "adapter", "--merged", "merged"]);
+    let after = number(&first, " before, ", " after");
+
+    let merged = folder.path().join("merged");
+    let (old, new) = (
+        read_tensors(&model().join("model.safetensors")),
+        read_tensors(&merged.join("model.safetensors")),
+    );
+    assert_eq!(old.len(), new.len());
+    for (name, (_, values)) in &old {
+        let same = *values == new[name].1;
+        assert!(same || name.contains(".experts."), "{name} has changed");
+    }
+    assert!(old.iter().any(|(name, tensor)| *tensor != new[name]));
+
+    for flags in [
+        ["--model", "merged", "--ep", "1", "--etp", "4"],
+        ["--adapter", "adapter", "--ep", "4", "--etp", "1"],
+    ] {
+        let next = succeed(folder.path(), &flags);
+        let before = number(&next, "eval      loss ", " before");
+        assert!(
+            (before - after).abs() <= 2e-4,
+            "{flags:?}: {before} instead of {after}"
+        );
+    }
+}
+
+#[test]
+fn separate_adapters_are_written_an_expert_and_projection_each() {
+    let folder = tempfile::tempdir().unwrap();
+    succeed(
+        folder.path(),
+        &["--separate", "--optimizer", "sgd", "--out", "separate"],
+    );
+    let out = folder.path().join("separate");
+    let hub = HubModel::open(&model()).unwrap();
+    let adapter = PeftAdapter::read(&out, hub.config()).unwrap();
+    let mut layers = adapter.layers.values();
+    assert!(layers.all(|layer| matches!(layer.gate_up, Some(GateUp::Separate { .. }))));
+    let names = read_tensors(&out.join("adapter_model.safetensors"));
+    let name = "base_model.model.model.layers.1.mlp.experts.7.up_proj.lora_B.weight";
+    assert!(names.contains_key(name));
+    succeed(folder.path(), &["--adapter", "separate", "--ep", "1"]);
+}
+
+#[test]
+fn targets_choose_linears() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--target", "*.layers.1.*down_proj", "--out", "down"];
+    let output = succeed(folder.path(), &flags);
+    // E * r * (F + H) of one layer.
+    assert!(output.contains("trained   7,168 of"), "{output}");
+    let hub = HubModel::open(&model()).unwrap();
+    let adapter = PeftAdapter::read(&folder.path().join("down"), hub.config()).unwrap();
+    assert_eq!(adapter.layers.keys().collect::<Vec<_>>(), [&1]);
+    assert_eq!(adapter.layers[&1].gate_up, None);
+}
+
+#[test]
+fn topologies_that_do_not_fit_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let refusal = |flags: &[&str]| refusal(folder.path(), flags);
+    assert_eq!(
+        refusal(&["--ep", "3", "--etp", "1"]),
+        "model.layers.0.mlp: num_experts=8 is not divisible by ep_size=3 (choose a divisor of 8 as ep_size)"
+    );
+    assert_eq!(
+        refusal(&["--ep", "1", "--etp", "3"]),
+        "model.layers.0.mlp.experts.gate_up_proj: lora rank=8 is not divisible by etp_size=3 \
+         (choose a divisor of 8 as etp_size)"
+    );
+    assert_eq!(
+        refusal(&["--world", "6", "--ep", "2", "--etp", "2"]),
+        "world=6 is not a multiple of ep=2 times etp=2, so the data parallelism would not be a whole number \
+         (choose a --world that 4 divides, or leave it out)"
+    );
+    assert!(
+        refusal(&["--batch", "3"]).contains("(raise --batch to at least 4 or use fewer ranks)")
+    );
+}
+
+#[test]
+fn targets_that_match_nothing_are_refused_alike_at_every_topology() {
+    let folder = tempfile::tempdir().unwrap();
+    for (target, expected) in [
+        (
+            "nonsense",
+            "target \"nonsense\" matches no linear (known: model.layers.0.mlp.experts.gate_up_proj, ",
+        ),
+        (
+            "down_prj",
+            "target \"down_prj\" matches no linear, did you mean \"down_proj\"? (known: ",
+        ),
+    ] {
+        let messages =
+            [("1", "1"), ("2", "1"), ("2", "2"), ("1", "4"), ("4", "1")].map(|(ep, etp)| {
+                refusal(
+                    folder.path(),
+                    &["--target", target, "--ep", ep, "--etp", etp],
+                )
+            });
+        assert!(messages[0].starts_with(expected), "{}", messages[0]);
+        assert!(
+            messages.iter().all(|message| *message == messages[0]),
+            "{messages:?}"
+        );
+    }
+    assert_eq!(
+        refusal(folder.path(), &["--separate", "--target", "*.0.*gate_proj"]),
+        "the targets choose model.layers.0.mlp.experts.gate_proj without model.layers.0.mlp.experts.up_proj, \
+         which no adapter file can hold (choose both or neither)"
+    );
+}
+
+#[test]
+fn damaged_models_are_refused_alike_at_every_topology() {
+    let truncated = |folder: &Path| {
+        let path = folder.join("model.safetensors");
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(path, &bytes[..bytes.len() - 100]).unwrap();
+    };
+    let foreign = |folder: &Path| {
+        let config = folder.join("config.json");
+        std::fs::copy(config, folder.join("model.safetensors")).unwrap();
+    };
+    let unrelated = |folder: &Path| {
+        let tensors = model().join("adapter_start/adapter_model.safetensors");
+        std::fs::copy(tensors, folder.join("model.safetensors")).unwrap();
+    };
+    let set = |field: &'static str, value: Option<usize>| {
+        move |folder: &Path| {
+            let path = folder.join("config.json");
+            let mut config = read_json(&path);
+            let fields = config.as_object_mut().unwrap();
+            match value {
+                Some(value) => fields.insert(field.into(), value.into()),
+                None => fields.remove(field),
+            };
+            std::fs::write(path, config.to_string()).unwrap();
+        }
+    };
+    let (no_hidden, more_heads) = (
+        set("hidden_size", None),
+        set("num_attention_heads", Some(8)),
+    );
+    type Case<'a> = (&'a dyn Fn(&Path), &'a str);
+    let cases: [Case; 5] = [
+        (
+            &truncated,
+            "(the file is cut short or is not safetensors: fetch it again)",
+        ),
+        (
+            &foreign,
+            "(the file is cut short or is not safetensors: fetch it again)",
+        ),
+        (
+            &unrelated,
+            "no tensor \"model.layers.0.mlp.experts.0.gate_proj.weight\" in ",
+        ),
+        (
+            &no_hidden,
+            "has no field \"hidden_size\" (add it, or fetch the complete file again)",
+        ),
+        (
+            &more_heads,
+            "has shape [64, 64] but config.json implies [128, 64] (check that the two files belong",
+        ),
+    ];
+    for (damage, expected) in cases {
+        let folder = copy();
+        damage(folder.path());
+        let path = folder.path().to_str().unwrap();
+        let messages = [("1", "1"), ("2", "2")]
+            .map(|(ep, etp)| refusal(folder.path(), &["--model", path, "--ep", ep, "--etp", etp]));
+        assert!(messages[0].contains(expected), "{}", messages[0]);
+        assert_eq!(messages[0], messages[1]);
+    }
+}
+
+#[test]
+fn files_that_are_not_there_or_cannot_be_written_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("empty"), "").unwrap();
+    for (flags, start, end) in [
+        (
+            ["--model", "missing"],
+            "cannot open missing/config.json: ",
+            "(check that it exists and is accessible)",
+        ),
+        (
+            ["--text", "missing"],
+            "cannot read text 'missing': ",
+            "(give a readable file with --text)",
+        ),
+        (
+            ["--text", "empty"],
+            "text 'empty': the text is empty ",
+            "(give a file with at least 128 bytes)",
+        ),
+        (
+            ["--adapter", "missing"],
+            "cannot open missing/adapter_config.json: ",
+            "accessible)",
+        ),
+        (
+            ["--out", "empty"],
+            "cannot create folder 'empty': ",
+            "(give another one with --out)",
+        ),
+        (
+            ["--merged", "empty"],
+            "cannot create folder 'empty': ",
+            "(give another one with --merged)",
+        ),
+        (
+            ["--length", "300"],
+            "length=300 is more than max_position_embeddings=256 ",
+            "at most 256)",
+        ),
+    ] {
+        let message = refusal(folder.path(), &flags);
+        assert!(
+            message.starts_with(start) && message.ends_with(end),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_training() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(
+        refusal(folder.path(), &["--alpha", "1e300"]),
+        "the loss of step 1 is NaN (lower --lr or --alpha)"
+    );
+}
+
+#[test]
+fn wrong_usage_ends_with_code_2() {
+    let folder = tempfile::tempdir().unwrap();
+    for flags in [["--ep", "0"], ["--lr", "fast"], ["--optimizer", "magic"]] {
+        let output = finetune(folder.path(), &flags);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text(&output.stderr).contains(flags[0]));
+    }
+}

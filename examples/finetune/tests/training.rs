@@ -1,0 +1,272 @@
+//! Training: what was recorded of another implementation's run, and that the topology does not show in the losses.
+
+mod files;
+
+use burn::optim::{AdamWConfig, Optimizer, SgdConfig};
+use burn_moe_lora::adapters::LoraConfig;
+use burn_moe_lora::experts::GateUp as GateUpKind;
+use burn_moe_lora::interchange::{
+    FactorPair, GateUp, HostTensor, HubModel, PeftAdapter, write_model,
+};
+use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
+use files::{asset, read_json, read_tensors};
+use finetune::adapter::{AdapterPlan, gather_adapter};
+use finetune::job::TrainBackend;
+use finetune::moe::MoeBlocks;
+use finetune::rank_model::RankModel;
+use finetune::text::{Batch, TextDataset};
+use finetune::trainer::Trainer;
+
+type B = TrainBackend;
+
+const MODEL: &str = "qwen3-moe-constitution";
+
+fn model() -> HubModel {
+    HubModel::open(&asset(MODEL)).unwrap()
+}
+
+fn adapter(hub: &HubModel, name: &str) -> PeftAdapter {
+    PeftAdapter::read(&asset(MODEL).join(name), hub.config()).unwrap()
+}
+
+/// Trains on `batches` with `(world, ep, etp)` ranks; the losses and the adapter after the last step.
+fn train<O: Optimizer<MoeBlocks<B>, B>>(
+    hub: &HubModel,
+    plan: &AdapterPlan,
+    batches: &[Batch],
+    (world, ep, etp): (usize, usize, usize),
+    (optimizer, lr): (impl Fn() -> O + Sync, f64),
+) -> (Vec<f64>, PeftAdapter) {
+    let topology = TopologyConfig::new(world)
+        .with_ep(ep)
+        .with_etp(etp)
+        .init()
+        .unwrap();
+    let runs = MockWorld::new(world).run(|rank| {
+        let device = Default::default();
+        let mesh = Mesh::<B>::new(topology, &rank).unwrap();
+        let model = RankModel::load(hub, Some(plan), mesh, &device).unwrap();
+        let mut trainer = Trainer::new(model, optimizer(), lr, device);
+        let losses: Vec<f64> = batches
+            .iter()
+            .map(|batch| trainer.step(batch).unwrap())
+            .collect();
+        let RankModel { blocks, mesh, .. } = &trainer.model;
+        (
+            losses,
+            gather_adapter(blocks, &plan.config(), mesh).unwrap(),
+        )
+    });
+    let mut runs = runs.unwrap();
+    for (rank, run) in runs.iter().enumerate() {
+        assert!(
+            *run == runs[0],
+            "rank {rank} has another result than rank 0"
+        );
+    }
+    runs.swap_remove(0)
+}
+
+/// Batches, losses and learning rate of the recorded run.
+fn recorded() -> (Vec<Batch>, Vec<f64>, f64) {
+    let tensors = read_tensors(&asset(MODEL).join("reference.safetensors"));
+    let (shape, ids) = &tensors["input_ids"];
+    let batches = ids
+        .chunks_exact(shape[1] * shape[2])
+        .map(|ids| Batch::new(ids.iter().map(|id| *id as i32).collect(), shape[2]).unwrap());
+    let reference = read_json(&asset(MODEL).join("reference.json"));
+    let losses = reference["runs"]["sgd"].as_array().unwrap().iter();
+    let losses = losses.map(|loss| loss.as_f64().unwrap());
+    (
+        batches.collect(),
+        losses.collect(),
+        reference["sgd"]["lr"].as_f64().unwrap(),
+    )
+}
+
+/// Every value of an adapter.
+fn flat(adapter: &PeftAdapter) -> Vec<f32> {
+    let pairs = adapter.layers.values().flat_map(|layer| {
+        let Some(GateUp::Fused(gate_up)) = &layer.gate_up else {
+            panic!("the recorded adapters share the A of gate and up");
+        };
+        [gate_up, layer.down.as_ref().unwrap()]
+    });
+    let values = |pair: &FactorPair| [pair.a.data(), pair.b.data()].concat();
+    pairs.flat_map(values).collect()
+}
+
+/// `||a - b|| / ||b - c||`, with zeros for `c` if it is not given.
+fn distance(a: &PeftAdapter, b: &PeftAdapter, c: Option<&PeftAdapter>) -> f64 {
+    let (a, b) = (flat(a), flat(b));
+    let c = c.map_or(vec![0.0; b.len()], flat);
+    let norm = |x: &[f32], y: &[f32]| {
+        let squares = x.iter().zip(y).map(|(x, y)| f64::from(x - y).powi(2));
+        squares.sum::<f64>().sqrt()
+    };
+    norm(&a, &b) / norm(&b, &c)
+}
+
+/// Largest relative difference.
+fn deviation(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let differences = found
+        .iter()
+        .zip(expected)
+        .map(|(f, e)| (f - e).abs() / e.abs());
+    differences.fold(0.0, |a, b| if a.is_nan() || b <= a { a } else { b })
+}
+
+fn check_recorded_run(ep: usize, etp: usize) {
+    let hub = model();
+    let (batches, expected, lr) = recorded();
+    let start = adapter(&hub, "adapter_start");
+    let end = adapter(&hub, "adapter_sgd");
+    let plan = AdapterPlan::Given(start.clone());
+    let sgd = || SgdConfig::new().init();
+    let (losses, trained) = train(&hub, &plan, &batches, (ep * etp, ep, etp), (sgd, lr));
+    let [first, all] = [5, 30].map(|count| deviation(&losses[..count], &expected[..count]));
+    let off = distance(&trained, &end, None);
+    let off_moved = distance(&trained, &end, Some(&start));
+    println!(
+        "ep={ep} etp={etp}: first five losses {first:.1e}, all {all:.1e}, adapter {off:.1e} of its norm, \
+         {off_moved:.1e} of the way it moved"
+    );
+    assert!(
+        first <= 1e-5,
+        "one of the first five losses is off by {first:.1e}"
+    );
+    assert!(all <= 2e-3, "one of the losses is off by {all:.1e}");
+    assert!(off < 0.01, "the adapter is off by {off:.1e} of its norm");
+    assert!(
+        off_moved < 0.01,
+        "the adapter is off by {off_moved:.1e} of the way it moved"
+    );
+}
+
+#[test]
+fn recorded_sgd_run_on_one_rank() {
+    check_recorded_run(1, 1);
+}
+
+#[test]
+fn recorded_sgd_run_on_two_by_two_ranks() {
+    check_recorded_run(2, 2);
+}
+
+#[test]
+fn recorded_sgd_run_on_one_by_four_ranks() {
+    check_recorded_run(1, 4);
+}
+
+#[test]
+fn another_learning_rate_or_scale_misses_the_recorded_run() {
+    let hub = model();
+    let (batches, expected, lr) = recorded();
+    let start = adapter(&hub, "adapter_start");
+    let end = adapter(&hub, "adapter_sgd");
+    assert!(distance(&start, &end, None) > 0.01);
+
+    let sgd = || SgdConfig::new().init();
+    let plan = AdapterPlan::Given(start.clone());
+    let (losses, trained) = train(&hub, &plan, &batches, (4, 2, 2), (sgd, 1.1 * lr));
+    assert!(deviation(&losses[..5], &expected[..5]) > 1e-4);
+    assert!(deviation(&losses, &expected) > 2e-3);
+    assert!(distance(&trained, &end, Some(&start)) > 0.01);
+
+    let mut doubled = start;
+    doubled.alpha *= 2.0;
+    let plan = AdapterPlan::Given(doubled);
+    let (losses, _) = train(&hub, &plan, &batches[..5], (4, 2, 2), (sgd, lr));
+    assert!(deviation(&losses, &expected[..5]) > 1e-4);
+}
+
+fn new_plan(gate_up: GateUpKind, seed: u64) -> AdapterPlan {
+    AdapterPlan::New {
+        config: LoraConfig::new(8, 16.0).with_seed(seed),
+        gate_up,
+        targets: vec![],
+    }
+}
+
+/// Losses of three steps from start values that are keyed by global index.
+fn three_losses<O: Optimizer<MoeBlocks<B>, B>>(
+    hub: &HubModel,
+    plan: &AdapterPlan,
+    topology: (usize, usize, usize),
+    optimizer: (impl Fn() -> O + Sync, f64),
+) -> Vec<f64> {
+    let text = asset("text/us-declaration.txt");
+    let text = TextDataset::open(&text, hub.config().vocab_size, 64, 0).unwrap();
+    let batches: Vec<Batch> = (0..3).map(|step| text.train_batch(step, 4)).collect();
+    train(hub, plan, &batches, topology, optimizer).0
+}
+
+#[test]
+fn losses_do_not_depend_on_the_topology() {
+    let hub = model();
+    let sgd = || (|| SgdConfig::new().init(), 0.5);
+    let adamw = || (|| AdamWConfig::new().init(), 5e-3);
+    for gate_up in [GateUpKind::Fused, GateUpKind::Separate] {
+        let plan = new_plan(gate_up, 0);
+        let alone = [
+            three_losses(&hub, &plan, (1, 1, 1), sgd()),
+            three_losses(&hub, &plan, (1, 1, 1), adamw()),
+        ];
+        for topology in [
+            (2, 2, 1),
+            (4, 4, 1),
+            (2, 1, 2),
+            (4, 2, 2),
+            (4, 1, 4),
+            (4, 1, 1),
+            (4, 2, 1),
+            (4, 1, 2),
+        ] {
+            let spread = [
+                three_losses(&hub, &plan, topology, sgd()),
+                three_losses(&hub, &plan, topology, adamw()),
+            ];
+            let [sgd, adamw] = [0, 1].map(|k| deviation(&spread[k], &alone[k]));
+            println!(
+                "{gate_up:?} (world, ep, etp) = {topology:?}: sgd {sgd:.1e}, adamw {adamw:.1e}"
+            );
+            assert!(
+                sgd <= 1e-5 && adamw <= 1e-5,
+                "{topology:?}: {sgd:.1e}, {adamw:.1e}"
+            );
+        }
+        // From other start values the first loss is the same, as B starts at zero, and the others are not.
+        let other = three_losses(&hub, &new_plan(gate_up, 1), (4, 2, 2), sgd());
+        assert!(deviation(&other[..1], &alone[0][..1]) <= 1e-5);
+        assert!(deviation(&other, &alone[0]) > 1e-4);
+    }
+}
+
+#[test]
+fn ranks_whose_experts_get_no_tokens_keep_step() {
+    // Routers of zeros: every score is the same, so all tokens go to experts 0 and 1.
+    let source = model();
+    let names = source
+        .names()
+        .filter(|name| name.ends_with(".mlp.gate.weight"));
+    let zeros = names.map(|name| {
+        let shape = source.shape(name).unwrap();
+        let zeros = vec![0.0; shape.iter().product()];
+        (name.to_string(), HostTensor::new(shape, zeros).unwrap())
+    });
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path(), &source, zeros.collect()).unwrap();
+    let hub = HubModel::open(folder.path()).unwrap();
+
+    let sgd = || (|| SgdConfig::new().init(), 0.5);
+    for gate_up in [GateUpKind::Fused, GateUpKind::Separate] {
+        let plan = new_plan(gate_up, 0);
+        let alone = three_losses(&hub, &plan, (1, 1, 1), sgd());
+        for topology in [(2, 2, 1), (4, 2, 2), (4, 4, 1)] {
+            let off = deviation(&three_losses(&hub, &plan, topology, sgd()), &alone);
+            println!("{gate_up:?} (world, ep, etp) = {topology:?}: {off:.1e}");
+            assert!(off <= 1e-5, "{topology:?}: {off:.1e}");
+        }
+    }
+}

@@ -1,0 +1,934 @@
+//! The MoE layer at every topology: output, input gradient and the gradients of every adapter equal
+//! those of one device that walks token by token through experts with folded weights.
+//!
+//! Every rank brings its own tokens, unequal numbers of them and none on one rank. The loss is the
+//! sum of the ranks' local losses `<y, G>`.
+
+use std::collections::BTreeMap;
+
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Tensor};
+use moe_lora_adapters::{LoraConfig, Sharing, sync_gradients};
+use moe_lora_experts::{
+    GateUp, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
+};
+use moe_lora_parallel::{
+    Call, CollectiveOp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
+};
+use moe_lora_testkit::{
+    Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
+    ranks, synced_gradient, unshard, unshard_experts,
+};
+
+const HIDDEN: usize = 8;
+const INTERMEDIATE: usize = 12;
+const SHARED_INTERMEDIATE: usize = 8;
+const EXPERTS: usize = 4;
+const TOP_K: usize = 2;
+const RANK: usize = 4;
+/// No power of two, so that the scale rounds.
+const ALPHA: f64 = 5.3;
+/// Additions behind any result: both extents, two ranks, experts, choices and tokens.
+const REDUCTION: usize = 60;
+
+const PER_EXPERT: Sharing = Sharing::PerExpert;
+
+// ---- the case ----------------------------------------------------------------------------------
+
+/// Topology and the tokens of each rank.
+#[derive(Clone, Debug)]
+struct Place {
+    topology: Topology,
+    dealt: Vec<usize>,
+}
+
+fn place(tp: usize, ep: usize, etp: usize, dealt: &[usize]) -> Place {
+    let config = TopologyConfig::new(dealt.len());
+    Place {
+        topology: config.with_tp(tp).with_ep(ep).with_etp(etp).init().unwrap(),
+        dealt: dealt.into(),
+    }
+}
+
+/// The grid of the issue, with a rank that has no tokens wherever there are several.
+fn grid() -> Vec<Place> {
+    vec![
+        place(1, 1, 1, &[9]),
+        place(1, 2, 1, &[9, 0]),
+        place(1, 1, 2, &[2, 7]),
+        place(1, 2, 2, &[3, 0, 4, 2]),
+        place(1, 1, 4, &[0, 5, 1, 3]),
+        place(1, 4, 1, &[4, 1, 4, 0]),
+    ]
+}
+
+/// Several replicas of the experts: two of EP = 2, of EP = 2 with ETP = 2, of ETP = 2.
+fn replicated() -> Vec<Place> {
+    vec![
+        place(1, 2, 1, &[3, 0, 4, 2]),
+        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
+        place(1, 1, 2, &[3, 0, 4, 2]),
+    ]
+}
+
+/// Dense tensor parallelism of another size than the experts', for the shared experts.
+fn dense() -> Vec<Place> {
+    vec![
+        place(2, 2, 1, &[3, 0, 4, 2]),
+        place(2, 1, 2, &[3, 0, 4, 2]),
+        place(2, 2, 2, &[1, 4, 0, 4]),
+        place(2, 1, 4, &[3, 0, 4, 2]),
+        place(4, 2, 2, &[3, 0, 4, 2]),
+    ]
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    gate_up: GateUp,
+    config: LoraConfig,
+    score: oracle::Score,
+    weigh_at: WeighAt,
+    shared: Option<SharedConfig>,
+    adapted: bool,
+}
+
+fn case(sharing: Sharing, gate_up: GateUp, dtype: DType) -> Case {
+    Case {
+        gate_up,
+        config: LoraConfig::new(RANK, ALPHA)
+            .with_sharing(sharing)
+            .with_dtype(dtype),
+        score: oracle::Score::Renormalized,
+        weigh_at: WeighAt::Output,
+        shared: None,
+        adapted: true,
+    }
+}
+
+fn shared(gated: bool, overlap: bool) -> Option<SharedConfig> {
+    Some(SharedConfig {
+        intermediate: SHARED_INTERMEDIATE,
+        gated,
+        overlap,
+    })
+}
+
+/// What all ranks, or one device, make of a case.
+struct Outcome {
+    y: Matrix,
+    dx: Matrix,
+    /// Of the experts' factors: by adapter, `A` and `B` in turn, then by expert.
+    experts: Vec<Vec<Matrix>>,
+    /// Of the shared experts' factors.
+    shared: Vec<Matrix>,
+}
+
+/// What one rank makes of it, the factors' gradients before and after their synchronisation.
+struct Found {
+    y: Matrix,
+    dx: Matrix,
+    own: Vec<Vec<Matrix>>,
+    synced: Vec<Vec<Matrix>>,
+}
+
+impl Case {
+    fn experts(&self) -> MlpCase {
+        MlpCase {
+            hidden: HIDDEN,
+            intermediate: INTERMEDIATE,
+            experts: EXPERTS,
+            gate_up: self.gate_up,
+            config: self.config,
+        }
+    }
+
+    fn shared_mlp(&self) -> MlpCase {
+        MlpCase {
+            intermediate: SHARED_INTERMEDIATE,
+            experts: 1,
+            ..self.experts()
+        }
+    }
+
+    fn oracle(&self) -> oracle::Moe {
+        oracle::Moe {
+            router: noise(1, EXPERTS, HIDDEN),
+            score: self.score,
+            top_k: TOP_K,
+            experts: self.experts().oracle(2),
+            shared: self.shared.map(|shared| oracle::Shared {
+                mlp: self.shared_mlp().oracle(4).remove(0),
+                gate: shared.gated.then(|| noise(6, 1, HIDDEN)),
+            }),
+        }
+    }
+
+    fn layer(&self, moe: &oracle::Moe, mesh: &Mesh<Ad>) -> MoeLayer<Ad> {
+        let router = moe.router.to_f32();
+        let experts = MlpValues::of(&moe.experts);
+        let shared = moe.shared.as_ref().map(|shared| {
+            let gate = shared.gate.as_ref().map(Matrix::to_f32);
+            (MlpValues::of(std::slice::from_ref(&shared.mlp)), gate)
+        });
+        let weights = MoeWeights {
+            router: &router,
+            experts: experts.weights(),
+            shared: shared
+                .as_ref()
+                .map(|(mlp, gate)| (mlp.weights(), gate.as_deref())),
+        };
+        let score = match self.score {
+            oracle::Score::Softmax => RouterScore::SoftmaxThenTopK { renormalize: false },
+            oracle::Score::Renormalized => RouterScore::SoftmaxThenTopK { renormalize: true },
+            oracle::Score::TopKFirst => RouterScore::TopKThenSoftmax,
+        };
+        let mut layer = MoeConfig::new("moe", HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
+            .with_score(score)
+            .with_weigh_at(self.weigh_at)
+            .with_shared(self.shared)
+            .with_dtype(self.config.dtype)
+            .init(weights, mesh, &Default::default())
+            .unwrap();
+        if self.adapted {
+            self.experts().adapt(&mut layer.experts, &moe.experts);
+            if let (Some(layer), Some(oracle)) = (&mut layer.shared, &moe.shared) {
+                let mlp = std::slice::from_ref(&oracle.mlp);
+                self.shared_mlp().adapt(&mut layer.mlp, mlp);
+            }
+        }
+        layer
+    }
+
+    /// Forward and backward of a rank's own tokens.
+    fn pass(
+        &self,
+        layer: &MoeLayer<Ad>,
+        mesh: &Mesh<Ad>,
+        dealt: &[usize],
+        between: impl FnOnce(),
+    ) -> (Matrix, Matrix, Gradients) {
+        let dtype = self.config.dtype;
+        let (x, g) = data(dealt.iter().sum());
+        let own = range_of(dealt, mesh.rank());
+        let x = x.pick_rows(own.clone()).tensor::<Ad>(dtype).require_grad();
+        let y = layer.forward(x.clone(), mesh);
+        between();
+        let loss: Tensor<Ad, 1> = (y.clone() * g.pick_rows(own).tensor(dtype)).sum();
+        let grads = loss.backward();
+        let dx = x.grad(&grads).expect("the input has a gradient");
+        (Matrix::read(y), Matrix::read(dx), grads)
+    }
+
+    fn rank(&self, moe: &oracle::Moe, mesh: &Mesh<Ad>, dealt: &[usize]) -> Found {
+        let layer = self.layer(moe, mesh);
+        let (y, dx, grads) = self.pass(&layer, mesh, dealt, || ());
+        let weights = layer.trained_weights();
+        let own = weights.iter().map(|w| gradient(w.weight, &grads)).collect();
+        let grads = GradientsParams::from_grads(grads, &layer);
+        let grads = sync_gradients(&weights, grads, mesh);
+        let synced = weights.iter().map(|w| synced_gradient(w.weight, &grads));
+        Found {
+            y,
+            dx,
+            own,
+            synced: synced.collect(),
+        }
+    }
+
+    fn found(&self, moe: &oracle::Moe, place: &Place) -> Vec<Found> {
+        ranks(&mock(place.topology), place.topology, |mesh| {
+            self.rank(moe, &mesh, &place.dealt)
+        })
+    }
+
+    fn join(&self, found: &[Found], topology: &Topology) -> Outcome {
+        let tokens = |of: fn(&Found) -> &Matrix| {
+            let parts: Vec<Matrix> = found.iter().map(|f| of(f).clone()).collect();
+            unshard(&parts, Axis::Tokens)
+        };
+        let axes = self.experts().axes();
+        let of_rank = |k: usize| -> Vec<Vec<Matrix>> {
+            found.iter().map(|found| found.synced[k].clone()).collect()
+        };
+        let experts = axes.iter().enumerate().map(|(k, axis)| {
+            let mut full = unshard_experts(&of_rank(k), topology, *axis);
+            if self.config.sharing == Sharing::Shared {
+                // Every expert parallel rank holds the one factor and its whole gradient.
+                assert_eq!(full.len(), topology.ep());
+                assert!(full.iter().all(|grad| *grad == full[0]));
+                full.truncate(1);
+            }
+            full
+        });
+        let experts: Vec<_> = experts.collect();
+        let mut shared = Vec::new();
+        if self.shared.is_some() {
+            for (k, axis) in axes.iter().enumerate() {
+                let parts = of_rank(axes.len() + k).concat();
+                let replicas = parts.chunks(topology.tp());
+                let full: Vec<_> = replicas.map(|parts| unshard(parts, *axis)).collect();
+                shared.push(unshard(&full, Axis::Whole));
+            }
+        }
+        assert_eq!(found[0].synced.len(), experts.len() + shared.len());
+        Outcome {
+            y: tokens(|f| &f.y),
+            dx: tokens(|f| &f.dx),
+            experts,
+            shared,
+        }
+    }
+
+    fn expected(&self, moe: &oracle::Moe, tokens: usize) -> Outcome {
+        let (x, g) = data(tokens);
+        let grads = moe.backward(&x, &g);
+        let by_expert: Vec<Vec<Matrix>> = grads
+            .experts
+            .into_iter()
+            .map(|factors| factors.into_iter().flatten().collect())
+            .collect();
+        let experts = (0..by_expert[0].len()).map(|k| {
+            let grads: Vec<Matrix> = by_expert.iter().map(|f| f[k].clone()).collect();
+            match self.config.sharing {
+                Sharing::PerExpert => grads,
+                Sharing::Shared => vec![grads.into_iter().reduce(|a, b| a.plus(&b)).unwrap()],
+            }
+        });
+        Outcome {
+            y: moe.forward(&x),
+            dx: grads.dx,
+            experts: experts.collect(),
+            shared: grads.shared.into_iter().flatten().collect(),
+        }
+    }
+
+    fn check(&self, place: &Place) {
+        let moe = self.oracle();
+        let found = self.join(&self.found(&moe, place), &place.topology);
+        let expected = self.expected(&moe, place.dealt.iter().sum());
+        let t = &place.topology;
+        let name = format!(
+            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?}",
+            t.tp(),
+            t.ep(),
+            t.etp(),
+            t.world_size(),
+            self.config.sharing,
+            self.gate_up,
+            self.score,
+            self.weigh_at,
+            self.shared
+        );
+        let close = |what: &str, found: &Matrix, expected: &Matrix| {
+            let name = format!("{name}: {what}");
+            assert_close(&name, found, expected, self.config.dtype, REDUCTION);
+        };
+        close("y", &found.y, &expected.y);
+        close("dx", &found.dx, &expected.dx);
+        assert_eq!(found.experts.len(), expected.experts.len());
+        for (k, (found, expected)) in found.experts.iter().zip(&expected.experts).enumerate() {
+            assert_eq!(found.len(), expected.len());
+            for (e, (found, expected)) in found.iter().zip(expected).enumerate() {
+                close(&format!("factor {k} of expert {e}"), found, expected);
+            }
+        }
+        assert_eq!(found.shared.len(), expected.shared.len());
+        for (k, (found, expected)) in found.shared.iter().zip(&expected.shared).enumerate() {
+            close(
+                &format!("factor {k} of the shared experts"),
+                found,
+                expected,
+            );
+        }
+    }
+}
+
+type Gradients = <Ad as burn::tensor::backend::AutodiffBackend>::Gradients;
+
+fn data(tokens: usize) -> (Matrix, Matrix) {
+    (noise(8, tokens, HIDDEN), noise(9, tokens, HIDDEN))
+}
+
+const KINDS: [(Sharing, GateUp); 4] = [
+    (Sharing::PerExpert, GateUp::Fused),
+    (Sharing::PerExpert, GateUp::Separate),
+    (Sharing::Shared, GateUp::Fused),
+    (Sharing::Shared, GateUp::Separate),
+];
+const SCORES: [oracle::Score; 3] = [
+    oracle::Score::Softmax,
+    oracle::Score::Renormalized,
+    oracle::Score::TopKFirst,
+];
+const WEIGH_AT: [WeighAt; 2] = [WeighAt::Output, WeighAt::Hidden];
+
+fn shared_kinds() -> [Option<SharedConfig>; 5] {
+    [
+        None,
+        shared(false, false),
+        shared(false, true),
+        shared(true, false),
+        shared(true, true),
+    ]
+}
+
+// ---- exactness ---------------------------------------------------------------------------------
+
+#[test]
+fn every_adapter_kind_equals_the_dense_oracle_at_every_topology() {
+    for place in grid().into_iter().chain(replicated()) {
+        for (sharing, gate_up) in KINDS {
+            for dtype in [DType::F32, DType::F64] {
+                for weigh_at in WEIGH_AT {
+                    let case = case(sharing, gate_up, dtype);
+                    Case { weigh_at, ..case }.check(&place);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_router_score_is_exact_through_the_router_too() {
+    for place in grid() {
+        for score in SCORES {
+            for weigh_at in WEIGH_AT {
+                let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+                Case {
+                    score,
+                    weigh_at,
+                    ..case
+                }
+                .check(&place);
+            }
+        }
+    }
+}
+
+#[test]
+fn shared_experts_are_exact_gated_or_not_and_overlapped_or_not() {
+    for place in grid() {
+        for shared in shared_kinds() {
+            let case = case(PER_EXPERT, GateUp::Separate, DType::F64);
+            Case { shared, ..case }.check(&place);
+        }
+    }
+}
+
+#[test]
+fn shared_experts_are_exact_over_a_dense_group_of_another_size_than_the_experts_own() {
+    for place in dense() {
+        for shared in shared_kinds() {
+            for (sharing, dtype) in [(PER_EXPERT, DType::F64), (Sharing::Shared, DType::F32)] {
+                let case = case(sharing, GateUp::Fused, dtype);
+                Case { shared, ..case }.check(&place);
+            }
+        }
+    }
+}
+
+#[test]
+fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
+    let place = place(1, 2, 2, &[3, 0, 4, 2]);
+    let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    // Both ranks of experts hold some that the other one's tokens chose.
+    let moe = case.oracle();
+    let (x, _) = data(9);
+    let crossing = |tokens: std::ops::Range<usize>, experts: std::ops::Range<usize>| {
+        let chosen = tokens.flat_map(|t| moe.route(&x.pick_rows([t])));
+        chosen.filter(|(e, _)| experts.contains(e)).count()
+    };
+    assert!(crossing(0..3, 2..4) > 0 && crossing(3..9, 0..2) > 0);
+    for (sharing, gate_up) in KINDS {
+        for score in SCORES {
+            for weigh_at in WEIGH_AT {
+                for shared in [None, shared(true, true)] {
+                    let case = Case {
+                        gate_up,
+                        config: case.config.with_sharing(sharing),
+                        score,
+                        weigh_at,
+                        shared,
+                        adapted: true,
+                    };
+                    case.check(&place);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_experts_are_whole_before_synchronisation_where_experts_have_no_replicas() {
+    for place in grid() {
+        let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+        for found in case.found(&case.oracle(), &place) {
+            assert_eq!(found.own, found.synced);
+        }
+    }
+    // With replicas each holds a term alone.
+    for place in replicated() {
+        let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+        let found = case.found(&case.oracle(), &place);
+        let (own, synced) = (
+            Matrix::stack(&found[0].own[0]),
+            Matrix::stack(&found[0].synced[0]),
+        );
+        assert_far("own term of dA", &own, &synced);
+    }
+}
+
+#[test]
+fn no_tokens_anywhere_and_one_token_alone_are_exact() {
+    for Place { topology, dealt } in grid() {
+        for tokens in [0, 1] {
+            let mut alone = vec![0; dealt.len()];
+            *alone.last_mut().unwrap() = tokens;
+            let place = Place {
+                topology,
+                dealt: alone,
+            };
+            for (sharing, gate_up) in KINDS {
+                case(sharing, gate_up, DType::F64).check(&place);
+            }
+            let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+            Case {
+                shared: shared(true, true),
+                weigh_at: WeighAt::Hidden,
+                ..case
+            }
+            .check(&place);
+        }
+    }
+}
+
+#[test]
+fn wrong_weights_a_frozen_router_path_and_exchanged_experts_are_seen() {
+    let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+    let place = place(1, 2, 2, &[3, 0, 4, 2]);
+    let moe = case.oracle();
+    let found = case.found(&moe, &place);
+    let outcome = case.join(&found, &place.topology);
+
+    let other = |score| oracle::Moe {
+        score,
+        ..moe.clone()
+    };
+    let (x, g) = data(9);
+    assert_far(
+        "not renormalised",
+        &other(oracle::Score::Softmax).forward(&x),
+        &outcome.y,
+    );
+
+    // dX through the experts alone, as if the routing weights were constants.
+    let mut dx = Matrix::zeros(9, HIDDEN);
+    for token in 0..9 {
+        let (x, g) = (x.pick_rows([token]), g.pick_rows([token]));
+        for (expert, weight) in moe.route(&x) {
+            dx.add_to_rows(
+                token,
+                &moe.experts[expert].backward(&x, &g.scaled(weight)).dx,
+            );
+        }
+    }
+    assert_far("no gradient through the router", &dx, &outcome.dx);
+
+    // The experts of the two expert parallel ranks exchanged.
+    let mut exchanged = moe.clone();
+    exchanged.experts.rotate_left(2);
+    assert_far("experts exchanged", &exchanged.forward(&x), &outcome.y);
+
+    // A down delta counted once a rank of ETP = 2.
+    let mut doubled = moe.clone();
+    for mlp in &mut doubled.experts {
+        let mut lora = mlp.down.loras()[0].clone();
+        lora.scale *= 2.0;
+        mlp.down = oracle::Linear::new(mlp.down.weight().clone(), vec![lora]);
+    }
+    assert_far("delta twice", &doubled.forward(&x), &outcome.y);
+
+    // Terms of ETP ranks exchanged within a factor.
+    let swapped: Vec<Vec<Matrix>> = [1, 0, 3, 2].map(|r| found[r].synced[1].clone()).into();
+    let db = unshard_experts(&swapped, &place.topology, Axis::Rows(2));
+    assert_far(
+        "shards of dB exchanged",
+        &Matrix::stack(&db),
+        &Matrix::stack(&outcome.experts[1]),
+    );
+}
+
+// ---- cases from reports ------------------------------------------------------------------------
+
+#[test]
+fn the_down_delta_joins_the_row_of_its_own_token() {
+    // Tokens choose experts 1, 0, 1; the adapter is on the down projection alone.
+    const H: usize = 4;
+    let router = Matrix::build(2, H, |e, j| f64::from(u8::from(e == j)) * 4.0);
+    let mut x = noise(1, 3, H);
+    for (token, expert) in [1, 0, 1].into_iter().enumerate() {
+        x.values[token * H + expert] = 1.0;
+        x.values[token * H + 1 - expert] = -1.0;
+    }
+    let expert = |seed: u64, adapted: bool| {
+        let lora = oracle::Lora {
+            a: noise(seed + 1, 2, H),
+            b: noise(seed + 2, H, 2),
+            scale: 2.0,
+            silu: false,
+            first_row: 0,
+        };
+        let loras = if adapted { vec![lora] } else { Vec::new() };
+        oracle::Mlp {
+            gate_up: oracle::Linear::new(noise(seed + 3, 2 * H, H), Vec::new()),
+            down: oracle::Linear::new(noise(seed + 4, H, H), loras),
+        }
+    };
+    let moe = |adapted| oracle::Moe {
+        router: router.clone(),
+        score: oracle::Score::TopKFirst,
+        top_k: 1,
+        experts: vec![expert(10, adapted), expert(20, adapted)],
+        shared: None,
+    };
+    let (adapted, base) = (moe(true), moe(false));
+    let chosen: Vec<usize> = (0..3)
+        .map(|t| adapted.route(&x.pick_rows([t]))[0].0)
+        .collect();
+    assert_eq!(chosen, [1, 0, 1]);
+    let expected = adapted.forward(&x);
+
+    for (ep, etp) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+        let dealt = match ep * etp {
+            1 => vec![3],
+            2 => vec![1, 2],
+            _ => vec![1, 0, 0, 2],
+        };
+        let place = place(1, ep, etp, &dealt);
+        let found = ranks(&mock(place.topology), place.topology, |mesh| {
+            let (router, device) = (router.to_f32(), Default::default());
+            let values = MlpValues::of(&adapted.experts);
+            let weights = MoeWeights {
+                router: &router,
+                experts: values.weights(),
+                shared: None,
+            };
+            let mut layer = MoeConfig::new("moe", H, H, 2, 1)
+                .with_score(RouterScore::TopKThenSoftmax)
+                .with_dtype(DType::F64)
+                .init(weights, &mesh, &device)
+                .unwrap();
+            let config = LoraConfig::new(2, 4.0).with_dtype(DType::F64);
+            let paths = ["moe.experts.down_proj".to_string()];
+            layer.adapt(&paths, &config, &device).unwrap();
+            assert!(layer.experts.gate_up.adapters.is_empty());
+            let of = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
+                let experts = adapted.experts.iter();
+                experts
+                    .flat_map(|e| of(&e.down.loras()[0]).to_f32())
+                    .collect()
+            };
+            let lora = &mut layer.experts.down.adapters[0];
+            lora.load(2, &of(|l| &l.a), &of(|l| &l.b), &device).unwrap();
+            let own = range_of(&dealt, mesh.rank());
+            Matrix::read(layer.forward(x.pick_rows(own).tensor(DType::F64), &mesh))
+        });
+        let y = unshard(&found, Axis::Tokens);
+        let name = format!("[e1, e0, e1] at ep={ep} etp={etp}");
+        assert_close(&name, &y, &expected, DType::F64, 20);
+
+        // Negative control: deltas left in the order of experts, under a base in that of tokens.
+        let base = base.forward(&x);
+        let delta = expected.zip(&base, |y, base| y - base).pick_rows([1, 0, 2]);
+        assert_far("deltas in expert order", &base.plus(&delta), &y);
+    }
+}
+
+#[test]
+fn a_zero_adapter_is_bit_identical_to_the_layer_without_one() {
+    for place in grid() {
+        for dtype in [DType::F32, DType::BF16] {
+            for weigh_at in WEIGH_AT {
+                for (sharing, gate_up) in KINDS {
+                    let case = Case {
+                        weigh_at,
+                        shared: shared(true, false),
+                        adapted: false,
+                        ..case(sharing, gate_up, dtype)
+                    };
+                    let moe = case.oracle();
+                    let pass = |adapted: bool| {
+                        let topology = place.topology;
+                        ranks(&mock(topology), topology, |mesh| {
+                            let mut layer = case.layer(&moe, &mesh);
+                            if adapted {
+                                // A starts Kaiming, B at zero.
+                                let targets = layer.targets(gate_up);
+                                let device = Default::default();
+                                layer.adapt(&targets, &case.config, &device).unwrap();
+                                assert!(!layer.trained_weights().is_empty());
+                            }
+                            let (y, dx, _) = case.pass(&layer, &mesh, &place.dealt, || ());
+                            (y, dx)
+                        })
+                    };
+                    let name = format!("{:?} {dtype:?} {weigh_at:?}", place.topology);
+                    assert!(pass(true) == pass(false), "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ep_without_etp_suppresses_the_sum_and_adapters_add_no_collectives_there() {
+    let place = place(1, 2, 1, &[4, 3]);
+    for (sharing, gate_up) in KINDS {
+        for weigh_at in WEIGH_AT {
+            let case = Case {
+                weigh_at,
+                ..case(sharing, gate_up, DType::F64)
+            };
+            case.check(&place);
+            let bare = Case {
+                adapted: false,
+                ..case
+            };
+            let (with, without) = (calls(&case, &place), calls(&bare, &place));
+            assert_eq!(with, without);
+            assert!(
+                with.iter().flat_map(Passes::both).all(|call| {
+                    call.group == GroupName::Ep && call.op != CollectiveOp::AllReduce
+                })
+            );
+        }
+    }
+}
+
+// ---- collectives -------------------------------------------------------------------------------
+
+/// What one rank called, in its forward and in its backward pass.
+#[derive(Debug, PartialEq)]
+struct Passes {
+    forward: Vec<Call>,
+    backward: Vec<Call>,
+}
+
+impl Passes {
+    fn both(&self) -> impl Iterator<Item = &Call> {
+        self.forward.iter().chain(&self.backward)
+    }
+
+    fn names(&self) -> [Vec<(GroupName, CollectiveOp)>; 2] {
+        let names = |calls: &[Call]| calls.iter().map(|call| (call.group, call.op)).collect();
+        [names(&self.forward), names(&self.backward)]
+    }
+}
+
+fn calls(case: &Case, place: &Place) -> Vec<Passes> {
+    let moe = case.oracle();
+    let world: MockWorld = mock(place.topology);
+    let middles = ranks(&world, place.topology, |mesh| {
+        let layer = case.layer(&moe, &mesh);
+        let mut middle = 0;
+        case.pass(&layer, &mesh, &place.dealt, || {
+            middle = world.calls(mesh.rank()).len();
+        });
+        middle
+    });
+    middles
+        .into_iter()
+        .enumerate()
+        .map(|(rank, middle)| {
+            let mut forward = world.calls(rank);
+            let backward = forward.split_off(middle);
+            Passes { forward, backward }
+        })
+        .collect()
+}
+
+#[test]
+fn one_rank_communicates_nothing() {
+    for shared in shared_kinds() {
+        let case = Case {
+            shared,
+            ..case(PER_EXPERT, GateUp::Separate, DType::F32)
+        };
+        let calls = calls(&case, &place(1, 1, 1, &[9]));
+        assert_eq!(calls[0].both().count(), 0);
+    }
+}
+
+#[test]
+fn ranks_without_tokens_issue_the_calls_of_the_rest_forward_and_backward() {
+    let places = grid().into_iter().chain(replicated()).chain(dense());
+    for Place { topology, dealt } in places {
+        let mut reference = BTreeMap::new();
+        for tokens in [dealt.clone(), vec![0; dealt.len()], {
+            let mut one = vec![0; dealt.len()];
+            one[0] = 1;
+            one
+        }] {
+            let place = Place {
+                topology,
+                dealt: tokens,
+            };
+            for (k, shared) in [None, shared(true, false), shared(false, true)]
+                .into_iter()
+                .enumerate()
+            {
+                for weigh_at in WEIGH_AT {
+                    let case = Case {
+                        shared,
+                        weigh_at,
+                        ..case(PER_EXPERT, GateUp::Fused, DType::F32)
+                    };
+                    let calls = calls(&case, &place);
+                    let names = calls[0].names();
+                    for (rank, calls) in calls.iter().enumerate() {
+                        assert_eq!(calls.names(), names, "rank {rank} of {place:?} {case:?}");
+                        for call in calls.both() {
+                            let members = topology.members(call.group, rank).unwrap();
+                            assert_eq!(call.members, members, "{call:?}");
+                        }
+                    }
+                    // And the same for every number of tokens.
+                    let key = (k, weigh_at == WeighAt::Hidden);
+                    assert_eq!(
+                        *reference.entry(key).or_insert_with(|| names.clone()),
+                        names
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_layer_issues_the_dispatcher_s_collectives_and_adapters_those_of_r_columns() {
+    use CollectiveOp::{AllGather, AllReduce, AllToAll, ExchangeSizes, ReduceScatter};
+    use GroupName::{Ep, ExpertTp};
+    let place = place(1, 2, 2, &[3, 0, 4, 2]);
+    let base = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    let bare = calls(
+        &Case {
+            adapted: false,
+            ..base
+        },
+        &place,
+    );
+    let [forward, backward] = bare[0].names();
+    let dispatch = [
+        (Ep, ExchangeSizes),
+        (ExpertTp, ExchangeSizes),
+        (Ep, AllToAll),
+    ];
+    assert_eq!(
+        forward,
+        [
+            &dispatch[..],
+            &[
+                (ExpertTp, AllGather),
+                (ExpertTp, ReduceScatter),
+                (Ep, AllToAll)
+            ],
+        ]
+        .concat()
+    );
+    assert_eq!(
+        backward,
+        [
+            (Ep, AllToAll),
+            (ExpertTp, AllGather),
+            (ExpertTp, ReduceScatter),
+            (Ep, AllToAll),
+        ]
+    );
+
+    for gate_up in [GateUp::Fused, GateUp::Separate] {
+        let adapters = match gate_up {
+            GateUp::Fused => 1,
+            GateUp::Separate => 2,
+        };
+        let with = calls(&Case { gate_up, ..base }, &place);
+        for passes in &with {
+            let [forward, backward] = passes.names();
+            let gather = vec![(ExpertTp, AllGather); 1 + adapters];
+            assert_eq!(
+                forward,
+                [
+                    &dispatch[..],
+                    &gather,
+                    &[
+                        (ExpertTp, AllReduce),
+                        (ExpertTp, ReduceScatter),
+                        (Ep, AllToAll),
+                    ],
+                ]
+                .concat()
+            );
+            let mut sorted = backward.clone();
+            sorted.sort();
+            let mut expected = [
+                vec![
+                    (Ep, AllToAll),
+                    (Ep, AllToAll),
+                    (ExpertTp, AllGather),
+                    (ExpertTp, AllReduce),
+                ],
+                vec![(ExpertTp, ReduceScatter); 1 + adapters],
+            ]
+            .concat();
+            expected.sort();
+            assert_eq!(sorted, expected);
+
+            // The adapters' own: [T, r / P] to gather, [T, r] to sum, [T, r] to scatter.
+            let columns = |calls: &[Call], op| -> Vec<usize> {
+                let calls = calls.iter().filter(|c| c.op == op && c.group == ExpertTp);
+                let mut columns: Vec<_> = calls.map(|call| call.shape[1]).collect();
+                columns.sort();
+                columns
+            };
+            let narrow = |column: usize| [vec![column; adapters], vec![HIDDEN]].concat();
+            assert_eq!(columns(&passes.forward, AllGather), narrow(RANK / 2));
+            assert_eq!(columns(&passes.forward, AllReduce), [RANK]);
+            assert_eq!(columns(&passes.backward, AllReduce), [RANK]);
+            assert_eq!(columns(&passes.backward, ReduceScatter), narrow(RANK));
+        }
+    }
+}
+
+#[test]
+fn overlapped_shared_experts_frame_the_dispatcher_s_collectives() {
+    let place = place(2, 2, 2, &[3, 0, 4, 2]);
+    let order = |overlap| {
+        let case = Case {
+            shared: shared(true, overlap),
+            ..case(PER_EXPERT, GateUp::Fused, DType::F32)
+        };
+        let calls = calls(&case, &place);
+        let at = |of: &dyn Fn(&Call) -> bool| calls[0].forward.iter().position(of).unwrap();
+        let gather = at(&|c| c.group == GroupName::Tp && c.op == CollectiveOp::AllGather);
+        let scatter = at(&|c| c.group == GroupName::Tp && c.op == CollectiveOp::ReduceScatter);
+        let last = calls[0]
+            .forward
+            .iter()
+            .rposition(|c| c.group == GroupName::Ep);
+        let first = at(&|c| c.group == GroupName::Ep);
+        (gather < first, scatter > last.unwrap())
+    };
+    assert_eq!(order(true), (true, true));
+    assert_eq!(order(false), (false, true));
+}
+
+#[test]
+fn expert_adapters_communicate_over_the_expert_group_where_the_dense_one_is_larger() {
+    let place = place(4, 2, 2, &[3, 0, 4, 2]);
+    let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    for passes in calls(&case, &place) {
+        for call in passes.both() {
+            assert_ne!(call.group, GroupName::Tp);
+            assert_eq!(call.members.len(), 2);
+        }
+    }
+}
