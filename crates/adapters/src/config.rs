@@ -139,10 +139,10 @@ impl LoraConfig {
     ///
     /// When `top_k` is zero or does not divide `dim`.
     pub fn rank_per_expert(dim: usize, top_k: usize) -> Result<usize, AdapterError> {
-        moe_lora_parallel::shard_extent("rank", dim, "top_k", top_k).map_err(|source| {
+        moe_lora_parallel::shard_extent("rank", dim, "top_k", top_k).map_err(|reason| {
             AdapterError::Topology {
                 path: "rank per expert".into(),
-                source,
+                reason,
             }
         })
     }

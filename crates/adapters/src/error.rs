@@ -10,12 +10,12 @@ use crate::Activation;
 #[non_exhaustive]
 pub enum AdapterError {
     /// A group does not divide an extent.
-    #[error("{path}: {source}")]
+    #[error("{path}: {reason}")]
     Topology {
         /// The linear.
         path: String,
         /// The extents.
-        source: TopologyError,
+        reason: TopologyError,
     },
     /// A rank of zero.
     #[error("rank=0 gives an adapter without parameters (choose a rank of at least 1)")]
@@ -27,7 +27,10 @@ pub enum AdapterError {
         alpha: f64,
     },
     /// A target that no linear matches.
-    #[error("target {pattern:?} matches no linear{hint} (known: {})", known.join(", "))]
+    #[error(
+        "target {pattern:?} matches no linear{hint} (known: {})",
+        listed(known)
+    )]
     UnknownTarget {
         /// The pattern.
         pattern: String,
@@ -69,4 +72,14 @@ pub enum AdapterError {
         /// The full shape.
         expected: Vec<usize>,
     },
+}
+
+/// The first few of many paths.
+fn listed(known: &[String]) -> String {
+    const SHOWN: usize = 6;
+    let mut list = known[..known.len().min(SHOWN)].join(", ");
+    if known.len() > SHOWN {
+        list += &format!(" and {} more", known.len() - SHOWN);
+    }
+    list
 }

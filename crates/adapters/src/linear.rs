@@ -108,9 +108,9 @@ impl LinearConfig {
         };
         layout
             .check(what, size_name(G::NAME))
-            .map_err(|source| AdapterError::Topology {
+            .map_err(|reason| AdapterError::Topology {
                 path: self.path.clone(),
-                source,
+                reason,
             })?;
         let values = layout.gather(value);
         let weight = Weight::from_values(values, &layout, self.dtype, false, device);

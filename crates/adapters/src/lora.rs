@@ -115,9 +115,9 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         for (layout, what) in [(&a, rank), (&b, "d_out")] {
             layout
                 .check(what, size_name(G::NAME))
-                .map_err(|source| AdapterError::Topology {
+                .map_err(|reason| AdapterError::Topology {
                     path: path.into(),
-                    source,
+                    reason,
                 })?;
         }
         let start = |init: Init, factor: &str, layout: &WeightLayout| {

@@ -12,12 +12,12 @@ pub enum ExpertsError {
     #[error(transparent)]
     Adapter(#[from] AdapterError),
     /// The experts do not divide over the ranks.
-    #[error("{path}: {source}")]
+    #[error("{path}: {reason}")]
     Topology {
         /// The layer.
         path: String,
         /// The extents.
-        source: TopologyError,
+        reason: TopologyError,
     },
     /// More experts a token than there are, or none.
     #[error("{path}: top_k={top_k} is not in 1..={num_experts} (num_experts={num_experts})")]

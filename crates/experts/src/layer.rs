@@ -126,9 +126,9 @@ impl MoeConfig {
         let local = mesh
             .topology()
             .local_experts(num_experts, mesh.ep().rank())
-            .map_err(|source| ExpertsError::Topology {
+            .map_err(|reason| ExpertsError::Topology {
                 path: path(),
-                source,
+                reason,
             })?;
         let matrix = |name: &str, values: &[f32], rows: usize| {
             if values.len() != rows * hidden {

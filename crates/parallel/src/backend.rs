@@ -1,7 +1,5 @@
 //! The backends without autodiff that communicate, one impl a backend.
 
-use std::ops::Range;
-
 use burn::tensor::ops::FloatTensor;
 
 #[cfg(feature = "cubecl")]
@@ -14,7 +12,7 @@ use burn_ndarray::{
 };
 
 use crate::ParallelBackend;
-use crate::region::{Step, add_columns};
+use crate::region::Step;
 
 #[cfg(feature = "flex")]
 impl ParallelBackend for burn::backend::Flex {
@@ -22,14 +20,6 @@ impl ParallelBackend for burn::backend::Flex {
 
     fn step(x: FloatTensor<Self>, forward: &Step<Self>, _: &Step<Self>) -> FloatTensor<Self> {
         forward.run(x)
-    }
-
-    fn add_columns(
-        base: FloatTensor<Self>,
-        shard: FloatTensor<Self>,
-        columns: Range<usize>,
-    ) -> FloatTensor<Self> {
-        add_columns::<Self>(base, shard, columns)
     }
 }
 
@@ -46,14 +36,6 @@ where
     fn step(x: FloatTensor<Self>, forward: &Step<Self>, _: &Step<Self>) -> FloatTensor<Self> {
         forward.run(x)
     }
-
-    fn add_columns(
-        base: FloatTensor<Self>,
-        shard: FloatTensor<Self>,
-        columns: Range<usize>,
-    ) -> FloatTensor<Self> {
-        add_columns::<Self>(base, shard, columns)
-    }
 }
 
 #[cfg(feature = "cubecl")]
@@ -69,14 +51,6 @@ where
     fn step(x: FloatTensor<Self>, forward: &Step<Self>, _: &Step<Self>) -> FloatTensor<Self> {
         forward.run(x)
     }
-
-    fn add_columns(
-        base: FloatTensor<Self>,
-        shard: FloatTensor<Self>,
-        columns: Range<usize>,
-    ) -> FloatTensor<Self> {
-        add_columns::<Self>(base, shard, columns)
-    }
 }
 
 #[cfg(feature = "cubecl")]
@@ -85,13 +59,5 @@ impl<B: FusionBackend> ParallelBackend for Fusion<B> {
 
     fn step(x: FloatTensor<Self>, forward: &Step<Self>, _: &Step<Self>) -> FloatTensor<Self> {
         forward.run(x)
-    }
-
-    fn add_columns(
-        base: FloatTensor<Self>,
-        shard: FloatTensor<Self>,
-        columns: Range<usize>,
-    ) -> FloatTensor<Self> {
-        add_columns::<Self>(base, shard, columns)
     }
 }

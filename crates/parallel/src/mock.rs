@@ -27,6 +27,12 @@ use rendezvous::Rendezvous;
 /// rank order. A group whose ranks disagree, or one of whose ranks has ended or does not come
 /// within the timeout, errs on every rank. After such an error the group is of no more use.
 ///
+/// Under autodiff, two things to know. Each rank makes its own leaves: ranks that share a tracked
+/// tensor share burn's graph and its lock, and wait for each other. And at the end of a backward
+/// pass burn takes the lock of every graph of the process, so ranks run as many backward passes
+/// as each other and meet between two of them, as a training step does in its forward pass or
+/// [`barrier`](Collective::barrier) makes them.
+///
 /// ```
 /// use burn::backend::Flex;
 /// use burn::tensor::{Tensor, TensorPrimitive};

@@ -185,26 +185,20 @@ pub trait ParallelBackend: Backend {
         backward: &Step<Self::Base>,
     ) -> FloatTensor<Self>;
 
-    /// `base` with `shard` added to its columns `columns`, written in place where the buffer
+    /// `base` with `shard` added to its columns `columns`, written in place where the backend
     /// allows. Backward: the cotangent for `base`, its columns for `shard`.
     fn add_columns(
         base: FloatTensor<Self>,
         shard: FloatTensor<Self>,
         columns: Range<usize>,
-    ) -> FloatTensor<Self>;
-}
-
-pub(crate) fn add_columns<B: Backend>(
-    base: FloatTensor<B>,
-    shard: FloatTensor<B>,
-    columns: Range<usize>,
-) -> FloatTensor<B> {
-    if shard.shape().num_elements() == 0 {
-        return base;
+    ) -> FloatTensor<Self> {
+        if shard.shape().num_elements() == 0 {
+            return base;
+        }
+        let place = [Slice::full(), columns.into()];
+        let sum = Self::float_add(Self::float_slice(base.clone(), &place), shard);
+        Self::float_slice_assign(base, &place, sum)
     }
-    let place = [Slice::full(), columns.into()];
-    let sum = B::float_add(B::float_slice(base.clone(), &place), shard);
-    B::float_slice_assign(base, &place, sum)
 }
 
 #[derive(Debug)]
