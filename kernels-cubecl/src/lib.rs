@@ -12,5 +12,5 @@ mod generic;
 mod groups;
 mod per_expert;
 
-pub use backend::{GroupedBackend, grouped_matmul};
+pub use backend::{GroupedBackend, grouped_matmul, linear};
 pub use groups::{GroupError, RowGroups};

@@ -217,4 +217,22 @@ mod tests {
         assert_eq!(LoraConfig::new(0, 1.0).check(), Err(AdapterError::ZeroRank));
         assert!(LoraConfig::new(1, f64::NAN).check().is_err());
     }
+
+    #[test]
+    fn functions_between_the_factors_have_their_values() {
+        let values = |activation: Activation| -> Vec<f32> {
+            let x = Tensor::<Flex, 1>::from_floats([-1.0, 1.0], &Default::default());
+            activation.forward(x).into_data().to_vec().unwrap()
+        };
+        for (activation, expected) in [
+            (Activation::Identity, [-1.0, 1.0]),
+            (Activation::Relu, [0.0, 1.0]),
+            (Activation::Silu, [-0.268_941_4, 0.731_058_6]),
+            (Activation::Gelu, [-0.158_655_25, 0.841_344_75]),
+        ] {
+            for (found, expected) in values(activation).into_iter().zip(expected) {
+                assert!((found - expected).abs() < 1e-6, "{activation:?}: {found}");
+            }
+        }
+    }
 }

@@ -176,11 +176,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
         let mut base = self.weight.layout().clone();
         if path != self.path {
             if !self.fragments.iter().any(|fragment| fragment == path) {
-                return Err(AdapterError::UnknownTarget {
-                    pattern: path.into(),
-                    hint: String::new(),
-                    known: self.targets().into_iter().map(String::from).collect(),
-                });
+                return Err(AdapterError::unknown_target(path, &self.targets()));
             }
             base.d_out /= base.fragments;
             base.fragments = 1;

@@ -39,7 +39,9 @@ where
             (GroupName::ExpertTp, true) => {
                 &[GroupName::Ep, mesh.topology().expert_gradient_group()]
             }
-            _ => &[GroupName::Dp],
+            (GroupName::Tp | GroupName::Ep | GroupName::Dp | GroupName::ExpertDp, _) => {
+                &[GroupName::Dp]
+            }
         };
         match trained.weight {
             Weight::One(param) => {

@@ -41,11 +41,7 @@ impl Targets {
         }
         for pattern in &self.patterns {
             if !known.iter().any(|path| matches(pattern, path.as_ref())) {
-                return Err(AdapterError::UnknownTarget {
-                    pattern: pattern.clone(),
-                    hint: hint(pattern, known),
-                    known: known.iter().map(|path| path.as_ref().into()).collect(),
-                });
+                return Err(AdapterError::unknown_target(pattern, known));
             }
         }
         Ok(known
@@ -79,6 +75,17 @@ fn matches(pattern: &str, path: &str) -> bool {
         }
         None => false,
     })
+}
+
+impl AdapterError {
+    /// A pattern or path that matches none of the known ones, with a near name among them.
+    pub fn unknown_target<S: AsRef<str>>(pattern: &str, known: &[S]) -> Self {
+        Self::UnknownTarget {
+            pattern: pattern.into(),
+            hint: hint(pattern, known),
+            known: known.iter().map(|path| path.as_ref().into()).collect(),
+        }
+    }
 }
 
 /// The nearest last component among the known paths.

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
+use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul, linear};
 use moe_lora_parallel::region::{GATHER_FROM, apply};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
@@ -101,7 +101,7 @@ impl<B: GroupedBackend> Weight<B> {
     /// `[T, d_in] -> [T, d_out]`: each row times the transpose of its weight.
     fn forward(&self, x: Tensor<B, 2>, rows: &RowGroups) -> Tensor<B, 2> {
         match self {
-            Self::One(weight) => x.matmul(weight.val().transpose()),
+            Self::One(weight) => linear(x, weight.val()),
             Self::PerExpert(weight) => grouped_matmul(x, weight.val(), rows),
         }
     }

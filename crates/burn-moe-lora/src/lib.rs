@@ -57,15 +57,18 @@ pub use moe_lora_parallel as parallel;
 /// What a training loop names.
 pub mod prelude {
     pub use moe_lora_adapters::{
-        AdapterBackend, ColumnLinear, Init, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear,
-        Sharing, Targets, sync_gradients,
+        Activation, AdapterBackend, ColumnLinear, ColumnLora, Init, LinearConfig, LoraConfig,
+        ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Targets, TrainedWeight,
+        sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUp, MlpConfig, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig,
+        WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
     pub use moe_lora_parallel::{
-        Collective, Ep, ExpertTp, Group, Mesh, MockWorld, Topology, TopologyConfig, Tp, Transport,
+        Collective, Dp, Ep, ExpertDp, ExpertTp, Group, Mesh, MockWorld, Topology, TopologyConfig,
+        Tp, Transport,
     };
 }
 

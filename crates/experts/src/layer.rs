@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_adapters::{AdapterBackend, LoraConfig, TrainedWeight};
+use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TrainedWeight};
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
 use crate::{
@@ -211,18 +211,27 @@ impl<B: Backend> MoeLayer<B> {
         paths
     }
 
-    /// Puts an adapter on each of its linears whose path is among `paths`, others are left alone.
-    /// Choose the paths with [`Targets::select`](moe_lora_adapters::Targets::select).
+    /// Puts an adapter on each of these linears, by the full paths that
+    /// [`Targets::select`](moe_lora_adapters::Targets::select) gives.
     ///
     /// # Errors
     ///
-    /// When a linear has an adapter already, or when the config does not fit.
+    /// When a path is none of this layer's, when a linear has an adapter already, or when the
+    /// config does not fit. Unknown paths are found before anything is changed.
     pub fn adapt(
         &mut self,
         paths: &[String],
         config: &LoraConfig,
         device: &B::Device,
     ) -> Result<(), ExpertsError> {
+        let known: Vec<String> = [GateUp::Fused, GateUp::Separate]
+            .into_iter()
+            .flat_map(|gate_up| self.targets(gate_up))
+            .collect();
+        if let Some(path) = paths.iter().find(|path| !known.contains(path)) {
+            // The same message as a pattern's that matches nothing, near name included.
+            return Err(AdapterError::unknown_target(path, &known).into());
+        }
         self.experts.adapt(paths, config, device)?;
         if let Some(shared) = &mut self.shared {
             shared.mlp.adapt(paths, config, device)?;

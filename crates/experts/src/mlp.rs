@@ -147,7 +147,8 @@ impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
             .collect()
     }
 
-    /// Puts an adapter on each of its linears whose path is among `paths`, others are left alone.
+    /// Puts an adapter on each of its linears whose path is among `paths`; paths of other linears
+    /// are left alone.
     ///
     /// # Errors
     ///

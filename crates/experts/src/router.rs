@@ -4,6 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::activation::softmax;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
+use moe_lora_kernels::{GroupedBackend, linear};
 
 /// How logits become the weights of the chosen experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,11 +57,13 @@ impl<B: Backend> TopKRouter<B> {
             score,
         }
     }
+}
 
+impl<B: GroupedBackend> TopKRouter<B> {
     /// Chooses `K` experts for each row of `x [T, H]`. Of equal scores the lower expert wins.
     pub fn forward(&self, x: Tensor<B, 2>) -> Routing<B> {
         let dtype = x.dtype();
-        let logits = at_least_f32(x).matmul(at_least_f32(self.weight.val()).transpose());
+        let logits = linear(at_least_f32(x), at_least_f32(self.weight.val()));
         let scores = match self.score {
             RouterScore::SoftmaxThenTopK { .. } => softmax(logits, 1),
             RouterScore::TopKThenSoftmax => logits,
@@ -150,5 +153,17 @@ mod tests {
             expected,
         );
         close(route(RouterScore::TopKThenSoftmax).weights, expected);
+    }
+
+    #[test]
+    fn logits_of_half_precision_are_computed_in_f32() {
+        // 1 + 2^-9 rounds to 1 in bf16: a tie there, which the lower expert would win.
+        let device = Default::default();
+        let weight = Tensor::<Flex, 2>::from_floats([[1.0, 0.0], [1.0, 1.0]], &device);
+        let x = Tensor::from_floats([[1.0, 2f32.powi(-9)]], &device).cast(DType::BF16);
+        let score = RouterScore::TopKThenSoftmax;
+        let routing = TopKRouter::new(weight.cast(DType::BF16), 1, score).forward(x);
+        assert_eq!(routing.experts, [1]);
+        assert_eq!(routing.weights.dtype(), DType::BF16);
     }
 }

@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::AdapterBackend;
-use moe_lora_kernels::RowGroups;
+use moe_lora_kernels::{RowGroups, linear};
 use moe_lora_parallel::{Fanout, Partial, Replicated, Sharded, Tokens, Tp};
 
 use crate::SwigluMlp;
@@ -70,6 +70,6 @@ impl<B: AdapterBackend> SharedExperts<B> {
 }
 
 /// `sigmoid(x g^T)`, `[T, 1]`.
-fn score<B: Backend>(x: Tensor<B, 2>, gate: &Param<Tensor<B, 2>>) -> Tensor<B, 2> {
-    sigmoid(x.matmul(gate.val().transpose()))
+fn score<B: AdapterBackend>(x: Tensor<B, 2>, gate: &Param<Tensor<B, 2>>) -> Tensor<B, 2> {
+    sigmoid(linear(x, gate.val()))
 }

@@ -92,6 +92,20 @@ impl<B: ParallelBackend> Mesh<B> {
         }
     }
 
+    /// The same groups seen from another backend with the same base, such as the inner backend of
+    /// an autodiff one after `valid()`.
+    pub fn cast<C: ParallelBackend<Base = B::Base>>(&self) -> Mesh<C> {
+        Mesh {
+            topology: self.topology,
+            rank: self.rank,
+            tp: self.tp.cast(),
+            expert_tp: self.expert_tp.cast(),
+            ep: self.ep.cast(),
+            dp: self.dp.cast(),
+            expert_dp: self.expert_dp.cast(),
+        }
+    }
+
     /// The topology.
     pub fn topology(&self) -> &Topology {
         &self.topology

@@ -762,8 +762,8 @@ fn a_partial_plus_an_embedded_shard_is_the_sum_with_the_zeros_written_down() {
         });
         assert_eq!(written_down, plain, "{ranks} ranks, {rows} rows");
         let two_shards = add_on_ranks(ranks, rows, |group, base, shard| {
-            let half = |x: Matrix| group.shard(x * 0.5).embed();
-            (group.partial(base) + (half(shard.clone()) + half(shard))).into_tensor()
+            let times = |x: Matrix, factor: f64| group.shard(x * factor).embed();
+            (group.partial(base) + (times(shard.clone(), 2.0) + times(shard, -1.0))).into_tensor()
         });
         assert_eq!(two_shards, plain, "{ranks} ranks, {rows} rows");
     }

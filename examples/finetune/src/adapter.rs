@@ -56,8 +56,13 @@ impl AdapterPlan {
                     false => Targets::new(targets).select(&known)?,
                 };
                 for layer in &mut blocks.layers {
-                    check_pairs(&layer.experts.targets(*gate_up), &paths)?;
-                    layer.adapt(&paths, &config, device)?;
+                    let own = layer.experts.targets(*gate_up);
+                    check_pairs(&own, &paths)?;
+                    let chosen: Vec<_> = own
+                        .into_iter()
+                        .filter(|path| paths.contains(path))
+                        .collect();
+                    layer.adapt(&chosen, &config, device)?;
                 }
             }
             Self::Given(adapter) => {

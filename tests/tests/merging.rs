@@ -1,0 +1,228 @@
+//! Merged weights: the same bits at every topology, rounded once, and refused where no weight
+//! equals the adapter.
+
+use burn::backend::Flex;
+use burn::tensor::{DType, Tensor, TensorData};
+use moe_lora_adapters::{
+    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear,
+};
+use moe_lora_experts::{GateUp, MlpWeights, MoeConfig, MoeWeights, SharedConfig};
+use moe_lora_parallel::{ExpertTp, Group, Mesh, MockWorld, TopologyConfig};
+use moe_lora_testkit::noise;
+
+const RANK: usize = 48;
+const D_IN: usize = 104;
+const D_OUT: usize = 168;
+
+fn config() -> LoraConfig {
+    LoraConfig::new(RANK, 40.0).with_init_b(Init::Xavier)
+}
+
+fn value(expert: usize, row: usize, column: usize) -> f32 {
+    ((expert * 31 + row * 17 + column * 13) % 101) as f32 / 64.0 - 0.75
+}
+
+/// Merged full weights of a column- and a row-parallel linear of two experts.
+fn merged(ranks: usize) -> [Vec<f32>; 2] {
+    let topology = TopologyConfig::new(ranks).with_etp(ranks).init().unwrap();
+    let all = MockWorld::new(ranks).run(|rank| {
+        let mesh = Mesh::<Flex>::new(topology, &rank).unwrap();
+        let (group, ep, device) = (mesh.expert_tp(), mesh.ep(), Default::default());
+        let mut fc1: ColumnLinear<Flex, ExpertTp> = LinearConfig::new("gate_up", D_IN, D_OUT)
+            .with_experts(0..2)
+            .with_fragments(["gate", "up"])
+            .init(group, value, &device)
+            .unwrap();
+        let mut fc2: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", D_IN, D_OUT)
+            .with_experts(0..2)
+            .init(group, value, &device)
+            .unwrap();
+        fc1.adapt("gate_up", &config(), &device).unwrap();
+        fc2.adapt("down", &config(), &device).unwrap();
+        fc1.merge(group).unwrap();
+        fc2.merge(group).unwrap();
+        assert!(fc1.adapters.is_empty() && fc2.adapters.is_empty());
+        let host = |full: Tensor<Flex, 3>| full.into_data().to_vec::<f32>().unwrap();
+        [
+            host(fc1.weight.gather_all(group, ep)),
+            host(fc2.weight.gather_all(group, ep)),
+        ]
+    });
+    all.unwrap().swap_remove(0)
+}
+
+#[test]
+fn merged_weights_of_a_high_rank_have_the_same_bits_at_every_etp() {
+    let bits = |merged: [Vec<f32>; 2]| merged.map(|w| w.into_iter().map(f32::to_bits).collect());
+    let one: [Vec<u32>; 2] = bits(merged(1));
+    for ranks in [2, 4] {
+        assert_eq!(bits(merged(ranks)), one, "ETP {ranks}");
+    }
+}
+
+#[test]
+fn a_bf16_base_is_merged_in_f32_and_rounded_once() {
+    let (device, group) = (Default::default(), Group::<Flex, ExpertTp>::solo());
+    let mut linear: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", 8, 8)
+        .with_dtype(DType::BF16)
+        .init(&group, value, &device)
+        .unwrap();
+    let config = LoraConfig::new(4, 5.0)
+        .with_init_b(Init::Xavier)
+        .with_dtype(DType::BF16);
+    let lora = linear.adapt("down", &config, &device).unwrap();
+    let host = |w: Tensor<Flex, 3>| w.cast(DType::F32).into_data().to_vec::<f32>().unwrap();
+    let (a, b) = (host(lora.a.weight.stacked()), host(lora.b.weight.stacked()));
+    let base = host(linear.weight.weight.stacked());
+    let merged = linear.merged_weight(&group).unwrap();
+    assert_eq!(merged.dtype(), DType::BF16);
+
+    let round = |x: f32| half::bf16::from_f32(x).to_f32();
+    let element = |at: usize, round: &dyn Fn(f32) -> f32| {
+        let (row, column) = (at / 8, at % 8);
+        let terms = (0..4).map(|k| round(b[row * 4 + k] * a[k * 8 + column]));
+        let delta = terms.reduce(|sum, term| round(sum + term)).unwrap();
+        round(base[at] + round(delta * 1.25))
+    };
+    let once: Vec<f32> = (0..64).map(|at| round(element(at, &|x| x))).collect();
+    assert_eq!(host(merged), once);
+    // Negative control: rounding at every operation gives other weights.
+    let often: Vec<f32> = (0..64).map(|at| element(at, &round)).collect();
+    assert_ne!(once, often);
+}
+
+#[test]
+fn a_layer_merges_its_shared_experts_too() {
+    let (mesh, device) = (Mesh::<Flex>::solo(), Default::default());
+    let values = |seed: u64, n: usize| noise(seed, 1, n).to_f32();
+    let (router, experts, shared) = (values(1, 32), values(2, 256), values(3, 64));
+    let mlp = |w| MlpWeights {
+        gate: w,
+        up: w,
+        down: w,
+    };
+    let shared_config = SharedConfig {
+        intermediate: 8,
+        gated: false,
+        overlap: false,
+    };
+    let mut layer = MoeConfig::new("mlp", 8, 8, 4, 2)
+        .with_shared(Some(shared_config))
+        .init(
+            MoeWeights {
+                router: &router,
+                experts: mlp(&experts[..]),
+                shared: Some((mlp(&shared[..]), None)),
+            },
+            &mesh,
+            &device,
+        )
+        .unwrap();
+    let x = Tensor::<Flex, 2>::from_data(TensorData::new(values(4, 40), [5, 8]), &device);
+    let plain = layer.forward(x.clone(), &mesh);
+    let paths = layer.targets(GateUp::Fused);
+    let shared_only: Vec<_> = paths.into_iter().filter(|p| p.contains("shared")).collect();
+    let lora = LoraConfig::new(2, 8.0).with_init_b(Init::Xavier);
+    layer.adapt(&shared_only, &lora, &device).unwrap();
+    let adapted = layer.forward(x.clone(), &mesh);
+    layer.merge(&mesh).unwrap();
+    assert!(layer.trained_weights().is_empty());
+    let merged = layer.forward(x, &mesh);
+    let far = |a: Tensor<Flex, 2>| (a - adapted.clone()).abs().max().into_scalar();
+    assert!(far(plain) > 1e-2, "the adapter does something");
+    assert!(far(merged) < 1e-5);
+}
+
+#[test]
+fn an_adapter_with_a_function_between_its_factors_is_not_merged() {
+    let (device, group) = (Default::default(), Group::<Flex, ExpertTp>::solo());
+    let mut linear: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", 4, 4)
+        .init(&group, value, &device)
+        .unwrap();
+    let config = LoraConfig::new(2, 2.0).with_activation(Activation::Silu);
+    linear.adapt("down", &config, &device).unwrap();
+    let error = linear.merge(&group).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "down: an adapter with Silu between A and B equals no weight (merge needs the identity)"
+    );
+    assert_eq!(linear.adapters.len(), 1);
+}
+
+#[test]
+fn a_linear_takes_one_adapter_for_the_whole_or_one_a_fragment() {
+    let (device, group) = (Default::default(), Group::<Flex, ExpertTp>::solo());
+    let mut linear: ColumnLinear<Flex, ExpertTp> = LinearConfig::new("gate_up", 4, 8)
+        .with_fragments(["gate", "up"])
+        .init(&group, value, &device)
+        .unwrap();
+    let config = LoraConfig::new(2, 2.0);
+    linear.adapt("gate", &config, &device).unwrap();
+    linear.adapt("up", &config, &device).unwrap();
+    for path in ["gate", "up", "gate_up"] {
+        let error = linear.adapt(path, &config, &device).unwrap_err();
+        assert!(
+            matches!(error, AdapterError::AlreadyAdapted { .. }),
+            "{error}"
+        );
+    }
+    let error = linear.adapt("gat", &config, &device).unwrap_err();
+    assert!(
+        error.to_string().contains("did you mean \"gate\"?"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_layer_refuses_paths_that_it_does_not_have_and_changes_nothing() {
+    let (mesh, device) = (Mesh::<Flex>::solo(), Default::default());
+    let (router, w) = (vec![0.1; 8], vec![0.1; 16]);
+    let experts = MlpWeights {
+        gate: &w,
+        up: &w,
+        down: &w,
+    };
+    let weights = MoeWeights {
+        router: &router,
+        experts,
+        shared: None,
+    };
+    let mut layer = MoeConfig::new("mlp", 4, 2, 2, 1)
+        .init(weights, &mesh, &device)
+        .unwrap();
+    let paths = [
+        "mlp.experts.down_proj".to_owned(),
+        "mlp.experts.down_prj".to_owned(),
+    ];
+    let error = layer
+        .adapt(&paths, &LoraConfig::new(1, 1.0), &device)
+        .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("target \"mlp.experts.down_prj\" matches no linear")
+    );
+    assert!(layer.trained_weights().is_empty());
+}
+
+#[test]
+fn factors_of_another_size_are_refused_and_the_adapter_stays() {
+    let (device, group) = (Default::default(), Group::<Flex, ExpertTp>::solo());
+    let mut linear: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", 4, 6)
+        .with_experts(0..2)
+        .init(&group, value, &device)
+        .unwrap();
+    let lora = linear
+        .adapt("down", &LoraConfig::new(3, 3.0), &device)
+        .unwrap();
+    let before = lora.a.weight.stacked().into_data();
+    let (a, b) = (vec![1.0; 2 * 3 * 4], vec![1.0; 2 * 6 * 3]);
+    let error = lora.load(2, &a, &b[1..], &device).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "down: 35 values do not fill shape [2, 6, 3] (pass the full, unsharded tensor)"
+    );
+    assert_eq!(lora.a.weight.stacked().into_data(), before);
+    lora.load(2, &a, &b, &device).unwrap();
+    assert_ne!(lora.a.weight.stacked().into_data(), before);
+}
