@@ -228,7 +228,7 @@ mod tests {
             (Activation::Identity, [-1.0, 1.0]),
             (Activation::Relu, [0.0, 1.0]),
             (Activation::Silu, [-0.268_941_4, 0.731_058_6]),
-            (Activation::Gelu, [-0.158_655_25, 0.841_344_75]),
+            (Activation::Gelu, [-0.158_655_25, 0.841_344_7]),
         ] {
             for (found, expected) in values(activation).into_iter().zip(expected) {
                 assert!((found - expected).abs() < 1e-6, "{activation:?}: {found}");

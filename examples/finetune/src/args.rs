@@ -87,11 +87,18 @@ pub struct Args {
     pub rank: usize,
 
     /// Numerator of the adapters' scale, alpha / rank
-    #[arg(long, value_name = "X", default_value_t = 16.0, value_parser = positive_real, conflicts_with = "adapter")]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 16.0,
+        value_parser = positive_real,
+        allow_negative_numbers = true,
+        conflicts_with = "adapter"
+    )]
     pub alpha: f64,
 
     /// Learning rate [default: 0.5 for sgd, 0.005 for adamw]
-    #[arg(long, value_name = "X", value_parser = positive_real)]
+    #[arg(long, value_name = "X", value_parser = positive_real, allow_negative_numbers = true)]
     pub lr: Option<f64>,
 
     /// How the adapter is updated
@@ -99,7 +106,12 @@ pub struct Args {
     pub optimizer: OptimizerKind,
 
     /// Seed of the adapters' start and of the batches
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
     pub seed: u64,
 
     /// Directory that the adapter is written to, as PEFT files
@@ -320,7 +332,7 @@ mod tests {
         }
         assert!(refusal(&["--length", "1"]).contains("1 is too small (use 2 or more)"));
         assert!(refusal(&["--ep", "two"]).contains("(give a whole number)"));
-        for value in ["0", "inf", "NaN"] {
+        for value in ["0", "-1", "inf", "NaN"] {
             for flag in ["--lr", "--alpha"] {
                 let message = refusal(&[flag, value]);
                 assert!(message.contains("is not a positive number"), "{message}");

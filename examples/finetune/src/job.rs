@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::io::{Write, stdout};
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -13,6 +14,7 @@ use burn_moe_lora::adapters::LoraConfig;
 use burn_moe_lora::experts::GateUp;
 use burn_moe_lora::interchange::{HubModel, InterchangeError, PeftAdapter, write_model};
 use burn_moe_lora::parallel::{Mesh, MockRank, MockWorld, Topology, TopologyConfig};
+use tempfile::NamedTempFile;
 
 use crate::adapter::{AdapterPlan, file_layout, gather_adapter, trained_parameters};
 use crate::args::{Args, OptimizerKind, RankLayout};
@@ -51,6 +53,14 @@ impl Job {
             .with_etp(layout.etp)
             .init()?;
         let hub = HubModel::open(&args.model)?;
+        ensure!(
+            !args
+                .merged
+                .as_ref()
+                .is_some_and(|merged| same_folder(merged, &args.model)),
+            "--merged '{}' is the folder of the --model, which it would overwrite (give another one with --merged)",
+            args.model.display()
+        );
         let config = hub.config();
         let longest = config.max_position_embeddings;
         ensure!(
@@ -87,9 +97,10 @@ impl Job {
     /// that differs from the adapted one, or a rank that failed.
     pub fn run(&self) -> Result<Summary> {
         let world = MockWorld::new(self.layout.world).with_timeout(TIMEOUT);
+        let output = OnceLock::new();
         let outcomes = world.run_result(|rank| {
             // Flags and files are the same on every rank, so all of them stop here or none.
-            let model = match self.load(&rank) {
+            let model = match self.load(&rank, &output) {
                 Ok(model) => model,
                 Err(error) => return Ok(Err(error)),
             };
@@ -103,11 +114,17 @@ impl Job {
         first.context("a world of no ranks (use --world 1 or more)")?
     }
 
-    fn load(&self, rank: &MockRank) -> Result<RankModel<TrainBackend>> {
+    /// Loads the model of `rank`; the first rank to get there fills `output` for all of them.
+    fn load(
+        &self,
+        rank: &MockRank,
+        output: &OnceLock<Result<(), String>>,
+    ) -> Result<RankModel<TrainBackend>> {
         let mesh = Mesh::new(self.topology, rank)?;
         let plan = Some(&self.plan);
         let model = RankModel::load(&self.hub, plan, mesh, &Default::default())?;
-        self.prepare_output()?;
+        let output = output.get_or_init(|| self.prepare_output().map_err(|e| describe(&e)));
+        output.clone().map_err(anyhow::Error::msg)?;
         Ok(model)
     }
 
@@ -130,8 +147,13 @@ impl Job {
             // A closed pipe must not end the training.
             let _ = writeln!(stdout(), "{banner}");
         }
-        let held_out = self.text.eval_batches(batch);
+        let held_out = self.text.eval_batches(batch, self.layout.world);
         let eval_before = model.evaluate(&held_out, &device)?;
+        ensure!(
+            eval_before.is_finite(),
+            "the loss before training is {eval_before} (the model or the adapter holds values that are no finite \
+             numbers, or --alpha is too large: fetch the files again or lower --alpha)"
+        );
 
         let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device);
         let mut progress = first.then(|| Progress::stderr(steps, steps.div_ceil(10)));
@@ -151,6 +173,10 @@ impl Job {
 
         let adapted = trainer.model.frozen();
         let eval_after = adapted.evaluate(&held_out, &device)?;
+        ensure!(
+            eval_after.is_finite(),
+            "the loss after training is {eval_after}, so no adapter is written (lower --lr or --alpha)"
+        );
         self.write_adapter(&adapted)?;
         let mut merged = adapted.clone();
         merged.blocks.merge(&merged.mesh)?;
@@ -191,11 +217,12 @@ impl Job {
         }
     }
 
-    /// Finds out before the training, on every rank, that nothing could be written after it.
+    /// Finds out before the training that nothing could be written after it.
     fn prepare_output(&self) -> Result<()> {
-        create(&self.args.out, "--out")?;
+        let adapter = ["adapter_model.safetensors", "adapter_config.json"];
+        prepare(&self.args.out, adapter, "--out")?;
         match &self.args.merged {
-            Some(folder) => create(folder, "--merged"),
+            Some(folder) => prepare(folder, ["model.safetensors", "config.json"], "--merged"),
             None => Ok(()),
         }
     }
@@ -223,11 +250,29 @@ impl Job {
     }
 }
 
-fn create(folder: &Path, flag: &str) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(|error| {
+/// Creates the folder if it is missing, and checks that files of these names can be written to it.
+fn prepare(folder: &Path, names: [&str; 2], flag: &str) -> Result<()> {
+    let failed = |action: &str, error: std::io::Error| {
         let folder = folder.display();
-        anyhow!("cannot create folder '{folder}': {error} (give another one with {flag})")
-    })
+        anyhow!("cannot {action} folder '{folder}': {error} (give another one with {flag})")
+    };
+    std::fs::create_dir_all(folder).map_err(|error| failed("create", error))?;
+    // Gone again when it is dropped here.
+    NamedTempFile::new_in(folder).map_err(|error| failed("write to", error))?;
+    for path in names.map(|name| folder.join(name)) {
+        ensure!(
+            !path.is_dir(),
+            "'{}' is a folder where a file is to be written (move it or give another folder with {flag})",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Whether both are there and are one folder.
+fn same_folder(a: &Path, b: &Path) -> bool {
+    let [a, b] = [a, b].map(|folder| folder.canonicalize().ok());
+    a.is_some() && a == b
 }
 
 /// The whole chain as one message: who prints an error of a rank prints no causes.

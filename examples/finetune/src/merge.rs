@@ -57,11 +57,15 @@ pub fn check_merged<B: AdapterBackend>(
         compared,
         left_out,
     } = report;
+    let remedy = match error.is_finite() {
+        true => "use the adapter files; they are written",
+        false => "lower --lr or --alpha",
+    };
     // Written so that a NaN is refused too.
     ensure!(
         error <= TOLERANCE && left_out <= compared,
         "the merged model's logits differ from the adapted model's by {error:.1e} of the largest logit, more than \
-         {TOLERANCE:.0e}, with {left_out} of {} positions left out (use the adapter files; they are written)",
+         {TOLERANCE:.0e}, with {left_out} of {} positions left out ({remedy})",
         compared + left_out
     );
     Ok(report)

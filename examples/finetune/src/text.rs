@@ -184,15 +184,17 @@ impl TextDataset {
         self.gather((0..rows).map(|row| (mix(key ^ row as u64) % starts) as usize))
     }
 
-    /// Covers the evaluation part with batches of `rows` sequences.
+    /// Covers the evaluation part with batches of `rows` sequences, or with a single smaller one if that suffices, of at least
+    /// `world` sequences, one for every rank.
     ///
     /// The starts are spread evenly, so sequences overlap a little instead of leaving a batch that is not full, and
     /// every rank always has the same number of rows.
     ///
     /// # Panics
     /// If `rows` is zero.
-    pub fn eval_batches(&self, rows: usize) -> Vec<Batch> {
+    pub fn eval_batches(&self, rows: usize, world: usize) -> Vec<Batch> {
         let sequences = self.eval_len().div_ceil(self.length);
+        let rows = rows.min(sequences.max(world));
         let total = sequences.div_ceil(rows) * rows;
         let last = self.eval_len() - self.length;
         let start = |index: usize| self.split + index * last / (total - 1).max(1);
@@ -261,7 +263,7 @@ mod tests {
     fn evaluation_covers_its_part_with_full_batches() {
         for count in [32, 200, 205, 250] {
             let text = dataset(count, 16, 0);
-            let batches = text.eval_batches(4);
+            let batches = text.eval_batches(4, 4);
             assert!(batches.iter().all(|batch| batch.rows() == 4));
             let seen: Vec<i32> = batches.iter().flat_map(|b| b.ids().to_vec()).collect();
             for byte in text.train_len()..count {
@@ -273,9 +275,25 @@ mod tests {
 
     #[test]
     fn one_evaluation_row_is_the_whole_part_when_it_is_as_short() {
-        let batches = dataset(32, 16, 0).eval_batches(1);
+        let batches = dataset(32, 16, 0).eval_batches(1, 1);
         assert_eq!(batches.len(), 1);
         assert_eq!(batches[0].ids(), (16..32).collect::<Vec<i32>>());
+    }
+
+    #[test]
+    fn a_large_batch_does_not_make_evaluation_larger() {
+        let rows = |count, rows, world| -> Vec<usize> {
+            let batches = dataset(count, 16, 0).eval_batches(rows, world);
+            batches.iter().map(Batch::rows).collect()
+        };
+        assert_eq!(rows(500, 5000, 1), [4]);
+        assert_eq!(rows(500, 5000, 4), [4]);
+        assert_eq!(rows(500, 5000, 6), [6]);
+        assert_eq!(rows(500, 3, 1), [3, 3]);
+        assert_eq!(
+            dataset(500, 16, 0).eval_batches(5000, 1),
+            dataset(500, 16, 0).eval_batches(4, 4)
+        );
     }
 
     #[test]

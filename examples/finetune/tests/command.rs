@@ -9,14 +9,23 @@ use burn_moe_lora::interchange::{GateUp, HubModel, PeftAdapter};
 use files::{asset, read_json, read_tensors};
 use tempfile::TempDir;
 
+/// What to do about a loss that is no number before the first step.
+const NOT_FINITE: &str = "(the model or the adapter holds values that are no finite numbers, or --alpha is too large: \
+                          fetch the files again or lower --alpha)";
+
 fn model() -> PathBuf {
     asset("qwen3-moe-constitution")
 }
 
+/// Two steps, unless the flags say how many.
 fn finetune(folder: &Path, flags: &[&str]) -> Output {
+    let steps = match flags.contains(&"--steps") {
+        true => &[][..],
+        false => &["--steps", "2"],
+    };
     Command::new(env!("CARGO_BIN_EXE_finetune"))
         .current_dir(folder)
-        .args(["--steps", "2"])
+        .args(steps)
         .args(flags)
         .output()
         .unwrap()
@@ -347,8 +356,107 @@ fn a_loss_that_is_no_number_ends_the_training() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(
         refusal(folder.path(), &["--alpha", "1e300"]),
-        "the loss of step 1 is NaN (lower --lr or --alpha)"
+        format!("the loss before training is NaN {NOT_FINITE}")
     );
+    let output = finetune(folder.path(), &["--optimizer", "sgd", "--lr", "1e38"]);
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(
+        errors.ends_with("\nerror: the loss of step 2 is NaN (lower --lr or --alpha)\n"),
+        "{errors}"
+    );
+}
+
+#[test]
+fn an_adapter_that_the_last_step_ruined_is_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    succeed(folder.path(), &["--out", "adapter"]);
+    let path = folder.path().join("adapter/adapter_model.safetensors");
+    let good = std::fs::read(&path).unwrap();
+    let flags = ["--adapter", "adapter", "--out", "adapter"];
+    let ruin = ["--steps", "1", "--optimizer", "sgd", "--lr", "1e38"];
+    let output = finetune(folder.path(), &[&flags[..], &ruin].concat());
+    let errors = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(
+        errors.ends_with(
+            "\nerror: the loss after training is NaN, so no adapter is written (lower --lr or --alpha)\n"
+        ),
+        "{errors}"
+    );
+    assert!(std::fs::read(&path).unwrap() == good, "written over");
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_told_from_a_training_that_diverges() {
+    let damage = |path: &Path| {
+        let mut bytes = std::fs::read(path).unwrap();
+        let last = bytes.len() - 4;
+        bytes[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+        std::fs::write(path, bytes).unwrap();
+    };
+    let folder = copy();
+    damage(&folder.path().join("model.safetensors"));
+    succeed(folder.path(), &["--out", "adapter"]);
+    damage(&folder.path().join("adapter/adapter_model.safetensors"));
+    for flags in [["--model", "."], ["--adapter", "adapter"]] {
+        assert_eq!(
+            refusal(folder.path(), &flags),
+            format!("the loss before training is NaN {NOT_FINITE}")
+        );
+    }
+}
+
+/// A folder that not even root may write to.
+#[cfg(target_os = "linux")]
+#[test]
+fn folders_that_cannot_be_written_to_are_refused_before_training() {
+    let folder = tempfile::tempdir().unwrap();
+    for flag in ["--out", "--merged"] {
+        let message = refusal(folder.path(), &[flag, "/proc"]);
+        assert!(
+            message.starts_with("cannot write to folder '/proc': ")
+                && message.ends_with(&format!(" (give another one with {flag})")),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn folders_in_the_way_of_files_are_refused_before_training() {
+    for (flag, name) in [
+        ("--out", "adapter_model.safetensors"),
+        ("--out", "adapter_config.json"),
+        ("--merged", "model.safetensors"),
+        ("--merged", "config.json"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let inside = folder.path().join("there").join(name).join("inside");
+        std::fs::create_dir_all(&inside).unwrap();
+        assert_eq!(
+            refusal(folder.path(), &[flag, "there"]),
+            format!(
+                "'there/{name}' is a folder where a file is to be written (move it or give another folder with {flag})"
+            )
+        );
+        assert!(inside.is_dir());
+        let left = std::fs::read_dir(folder.path().join("there")).unwrap();
+        assert_eq!(left.count(), 1);
+    }
+}
+
+#[test]
+fn the_merged_model_may_not_overwrite_the_model() {
+    let folder = copy();
+    let path = folder.path().join("model.safetensors");
+    let before = std::fs::read(&path).unwrap();
+    for merged in [".", folder.path().to_str().unwrap()] {
+        assert_eq!(
+            refusal(folder.path(), &["--model", ".", "--merged", merged]),
+            "--merged '.' is the folder of the --model, which it would overwrite (give another one with --merged)"
+        );
+    }
+    assert!(std::fs::read(&path).unwrap() == before, "written over");
 }
 
 #[test]
@@ -358,5 +466,18 @@ fn wrong_usage_ends_with_code_2() {
         let output = finetune(folder.path(), &flags);
         assert_eq!(output.status.code(), Some(2));
         assert!(text(&output.stderr).contains(flags[0]));
+    }
+    for (flag, expected) in [
+        ("--lr", "-1 is not a positive number (use one above 0)"),
+        ("--alpha", "-1 is not a positive number (use one above 0)"),
+        ("--seed", "invalid digit found in string"),
+    ] {
+        let output = finetune(folder.path(), &[flag, "-1"]);
+        assert_eq!(output.status.code(), Some(2));
+        let errors = text(&output.stderr);
+        assert!(
+            errors.contains(flag) && errors.contains(expected),
+            "{errors}"
+        );
     }
 }
