@@ -226,3 +226,32 @@ fn factors_of_another_size_are_refused_and_the_adapter_stays() {
     lora.load(2, &a, &b, &device).unwrap();
     assert_ne!(lora.a.weight.stacked().into_data(), before);
 }
+
+#[test]
+fn a_layer_that_cannot_merge_one_of_its_linears_merges_none() {
+    let (mesh, device) = (Mesh::<Flex>::solo(), Default::default());
+    let (router, w) = (vec![0.1; 8], vec![0.1; 16]);
+    let weights = MoeWeights {
+        router: &router,
+        experts: MlpWeights {
+            gate: &w,
+            up: &w,
+            down: &w,
+        },
+        shared: None,
+    };
+    let mut layer = MoeConfig::new("mlp", 4, 2, 2, 1)
+        .init(weights, &mesh, &device)
+        .unwrap();
+    let plain = LoraConfig::new(1, 1.0).with_init_b(Init::Xavier);
+    let fc1 = ["mlp.experts.gate_up_proj".to_owned()];
+    layer.adapt(&fc1, &plain, &device).unwrap();
+    let fc2 = ["mlp.experts.down_proj".to_owned()];
+    let silu = plain.with_activation(Activation::Silu);
+    layer.adapt(&fc2, &silu, &device).unwrap();
+    let before = layer.experts.gate_up.weight.weight.stacked().into_data();
+    assert!(layer.merge(&mesh).is_err());
+    assert_eq!(layer.trained_weights().len(), 4);
+    let after = layer.experts.gate_up.weight.weight.stacked().into_data();
+    assert_eq!(after, before);
+}

@@ -310,12 +310,14 @@ impl<B: AdapterBackend> MoeLayer<B> {
     ///
     /// # Errors
     ///
-    /// When a function stands between the factors of an adapter.
+    /// When a function stands between the factors of an adapter; nothing is changed then.
     pub fn merge(&mut self, mesh: &Mesh<B>) -> Result<(), ExpertsError> {
-        self.experts.merge(mesh.expert_tp())?;
+        let mut experts = self.experts.clone();
+        experts.merge(mesh.expert_tp())?;
         if let Some(shared) = &mut self.shared {
             shared.mlp.merge(mesh.tp())?;
         }
+        self.experts = experts;
         Ok(())
     }
 }

@@ -225,9 +225,12 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
     ///
     /// # Errors
     ///
-    /// When a function stands between the factors of an adapter.
+    /// When a function stands between the factors of an adapter; nothing is changed then.
     pub fn merge(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
-        self.gate_up.merge(group)?;
-        self.down.merge(group)
+        let mut gate_up = self.gate_up.clone();
+        gate_up.merge(group)?;
+        self.down.merge(group)?;
+        self.gate_up = gate_up;
+        Ok(())
     }
 }
