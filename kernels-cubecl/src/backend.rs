@@ -67,8 +67,8 @@ pub fn grouped_matmul<B: GroupedBackend>(
 
 /// `y = x w^T`: every row times the same weight, zero rows included.
 ///
-/// burn's own matmul divides by zero on some backends when there are no rows; a rank without
-/// tokens takes the grouped product, which adds as many nodes to the graph.
+/// The grouped product of one expert. burn's own matmul divides by zero on some backends when there
+/// are no rows.
 ///
 /// # Shapes
 ///
@@ -78,10 +78,8 @@ pub fn grouped_matmul<B: GroupedBackend>(
 ///
 /// When shapes of `x` and `w` do not match.
 pub fn linear<B: GroupedBackend>(x: Tensor<B, 2>, w: Tensor<B, 2>) -> Tensor<B, 2> {
-    match x.dims() {
-        [0, _] => grouped_matmul(x, w.unsqueeze(), &RowGroups::whole(0)),
-        _ => x.matmul(w.transpose()),
-    }
+    let [rows, _] = x.dims();
+    grouped_matmul(x, w.unsqueeze(), &RowGroups::whole(rows))
 }
 
 /// Operands of a product, each kept only when the other one's gradient needs it.

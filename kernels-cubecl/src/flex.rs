@@ -4,9 +4,9 @@
 //! half of the whole adapter's time (1.5 times its plain matmuls, 1.0 this way).
 
 use burn::backend::Flex;
-use burn::backend::flex::FlexTensor;
+use burn::backend::flex::{FlexTensor, Layout};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Element, Shape, TensorMetadata};
+use burn::tensor::{Bytes, DType, Element, Shape, TensorMetadata};
 
 use crate::{GroupedBackend, RowGroups, per_expert};
 
@@ -65,10 +65,9 @@ fn matmul<T: Float>(
     } else {
         (d_in, d_out)
     };
-    let mut y = FlexTensor::zeros(Shape::from([groups.rows(), columns]), x.dtype());
     assert_eq!(x.shape().dims(), [groups.rows(), inner], "grouped x");
     assert_eq!(experts, groups.experts(), "grouped experts");
-    let out = y.storage_mut::<T>();
+    let mut values = Vec::with_capacity(groups.rows() * columns);
     for expert in 0..experts {
         let rows = groups.range(expert);
         let weight = Matrix::<T>::expert(w, expert);
@@ -77,25 +76,31 @@ fn matmul<T: Float>(
         } else {
             weight.transpose()
         };
-        let place = &mut out[rows.start * columns..rows.end * columns];
-        product(place, Matrix::rows(x, rows), weight);
+        append_product(&mut values, Matrix::rows(x, rows), weight);
     }
-    y
+    tensor(values, Shape::from([groups.rows(), columns]))
 }
 
 fn outer<T: Float>(p: &FlexTensor, q: &FlexTensor, groups: &RowGroups) -> FlexTensor {
     let ([p_rows, d_out], [q_rows, d_in]) = (p.shape().dims(), q.shape().dims());
     assert_eq!([p_rows, q_rows], [groups.rows(); 2], "grouped rows");
     let shape = Shape::from([groups.experts(), d_out, d_in]);
-    let mut z = FlexTensor::zeros(shape, p.dtype());
-    let out = z.storage_mut::<T>();
+    let mut values = Vec::with_capacity(groups.experts() * d_out * d_in);
     for expert in 0..groups.experts() {
         let rows = groups.range(expert);
-        let place = &mut out[expert * d_out * d_in..(expert + 1) * d_out * d_in];
         let left = Matrix::<T>::rows(p, rows.clone()).transpose();
-        product(place, left, Matrix::rows(q, rows));
+        append_product(&mut values, left, Matrix::rows(q, rows));
     }
-    z
+    tensor(values, shape)
+}
+
+fn tensor<T: Float>(values: Vec<T>, shape: Shape) -> FlexTensor {
+    assert_eq!(values.len(), shape.num_elements(), "grouped output");
+    FlexTensor::new(
+        Bytes::from_elems(values),
+        Layout::contiguous(shape),
+        T::dtype(),
+    )
 }
 
 /// A strided view of a tensor's values; every element lies inside `values`.
@@ -159,25 +164,26 @@ impl<'a, T: Float> Matrix<'a, T> {
     }
 }
 
-/// `out = left right`, row-major.
-fn product<T: Float>(out: &mut [T], left: Matrix<'_, T>, right: Matrix<'_, T>) {
+/// Appends `left right`, row-major. The room is not zeroed first: that would be one more pass over
+/// the output.
+fn append_product<T: Float>(out: &mut Vec<T>, left: Matrix<'_, T>, right: Matrix<'_, T>) {
     let ([m, k], [inner, n]) = (left.shape, right.shape);
-    assert!(
-        inner == k && out.len() == m * n,
-        "product of [{m}, {k}] and [{inner}, {n}]"
-    );
+    assert_eq!(inner, k, "product of [{m}, {k}] and [{inner}, {n}]");
+    let start = out.len();
     if m == 0 || n == 0 || k == 0 {
-        return; // `out` is zero already.
+        out.resize(start + m * n, T::ZERO);
+        return;
     }
-    // SAFETY: `out` is an exclusive slice of m * n values written with row stride n; both views
-    // were checked to lie inside slices that live as long as this call; T is f32 or f64, which
-    // gemm dispatches on.
+    out.reserve(m * n);
+    // SAFETY: `out` has room for m * n values after `start`, which gemm writes all of (row stride
+    // n, `read_dst` false) before the length takes them in; both views were checked to lie inside
+    // slices that live as long as this call; T is f32 or f64, which gemm dispatches on.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            out.as_mut_ptr(),
+            out.as_mut_ptr().add(start),
             1,
             n as isize,
             false,
@@ -194,6 +200,7 @@ fn product<T: Float>(out: &mut [T], left: Matrix<'_, T>, right: Matrix<'_, T>) {
             false,
             gemm::Parallelism::None,
         );
+        out.set_len(start + m * n);
     }
 }
 
