@@ -1,7 +1,7 @@
 //! The sizes and switches of a Mixture-of-Experts model, from its `config.json`.
 
 use crate::InterchangeError;
-use crate::json_file::JsonFile;
+use moe_lora_files::{FileError, JsonFile};
 use std::path::Path;
 
 /// Largest size of an axis; keeps every product of two sizes inside 64 bits.
@@ -91,11 +91,9 @@ impl ModelConfig {
         let num_attention_heads = size("num_attention_heads")?;
         let num_key_value_heads = size("num_key_value_heads")?;
         if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            return Err(file.invalid(
-                "num_key_value_heads",
-                num_key_value_heads,
-                format!("a divisor of num_attention_heads={num_attention_heads}"),
-            ));
+            let expected = format!("a divisor of num_attention_heads={num_attention_heads}");
+            let field = "num_key_value_heads";
+            return Err(file.invalid(field, num_key_value_heads, expected).into());
         }
         let head_dim = match file.value("head_dim") {
             Some(_) => size("head_dim")?,
@@ -103,11 +101,10 @@ impl ModelConfig {
                 hidden_size / num_attention_heads
             }
             None => {
-                return Err(file.invalid(
-                    "num_attention_heads",
-                    num_attention_heads,
-                    format!("a divisor of hidden_size={hidden_size}, as there is no head_dim"),
-                ));
+                let expected =
+                    format!("a divisor of hidden_size={hidden_size}, as there is no head_dim");
+                let field = "num_attention_heads";
+                return Err(file.invalid(field, num_attention_heads, expected).into());
             }
         };
         let num_experts = num_experts(&file)?;
@@ -142,7 +139,7 @@ impl ModelConfig {
     }
 }
 
-fn family(file: &JsonFile) -> Result<Family, InterchangeError> {
+fn family(file: &JsonFile) -> Result<Family, FileError> {
     let found: String = file.require("model_type")?;
     let known = Family::ALL.map(Family::model_type);
     Family::ALL
@@ -152,7 +149,7 @@ fn family(file: &JsonFile) -> Result<Family, InterchangeError> {
 }
 
 /// Refuses what would change the numbers and is not carried by [`ModelConfig`].
-fn refuse_unsupported(file: &JsonFile) -> Result<(), InterchangeError> {
+fn refuse_unsupported(file: &JsonFile) -> Result<(), FileError> {
     let activation: String = file.require("hidden_act")?;
     if activation != "silu" {
         return Err(file.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
@@ -181,7 +178,7 @@ fn refuse_unsupported(file: &JsonFile) -> Result<(), InterchangeError> {
 
 /// transformers 5 nests the settings of the rotary embedding, transformers 4 has `rope_theta`
 /// beside an optional `rope_scaling`, whose type was first called `type`.
-fn rope_theta(file: &JsonFile) -> Result<f64, InterchangeError> {
+fn rope_theta(file: &JsonFile) -> Result<f64, FileError> {
     for field in [
         "rope_parameters.rope_type",
         "rope_scaling.rope_type",
@@ -205,7 +202,7 @@ fn rope_theta(file: &JsonFile) -> Result<f64, InterchangeError> {
     }
 }
 
-fn num_experts(file: &JsonFile) -> Result<usize, InterchangeError> {
+fn num_experts(file: &JsonFile) -> Result<usize, FileError> {
     let (old, new) = ("num_experts", "num_local_experts");
     match (file.value(old), file.value(new)) {
         (Some(left), Some(right)) if left != right => {
@@ -216,7 +213,7 @@ fn num_experts(file: &JsonFile) -> Result<usize, InterchangeError> {
     }
 }
 
-fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, InterchangeError> {
+fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, FileError> {
     let value: usize = file.require(field)?;
     if !(1..=most).contains(&value) {
         return Err(file.invalid(field, value, format!("a number from 1 to {most}")));
@@ -224,7 +221,7 @@ fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, Interchange
     Ok(value)
 }
 
-fn positive(file: &JsonFile, field: &str) -> Result<f64, InterchangeError> {
+fn positive(file: &JsonFile, field: &str) -> Result<f64, FileError> {
     let value: f64 = file.require(field)?;
     if !(value > 0.0 && value.is_finite()) {
         return Err(file.invalid(field, value, "a finite number above 0"));

@@ -1,11 +1,8 @@
 //! A model folder in hub layout.
 
-use crate::json_file::{JsonFile, io};
 use crate::projection::{Projection, expert_module};
-use crate::staging::Staging;
-use crate::tensor::expect_shape;
-use crate::tensor_file::{StoredTensor, TensorFile, unknown_tensor};
 use crate::{HostTensor, InterchangeError, ModelConfig};
+use moe_lora_files::{FileError, JsonFile, Staging, StoredTensor, TensorFile, expect_shape};
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
@@ -97,7 +94,7 @@ impl HubModel {
     ///
     /// When there is no such tensor, or it is stored in a type other than `f32`, `bf16` and `f16`.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, InterchangeError> {
-        self.shard(name)?.tensor(name)
+        Ok(self.shard(name)?.tensor(name)?)
     }
 
     /// The routed experts of `layer`, whose tensors lie on disk one by one.
@@ -131,14 +128,14 @@ impl HubModel {
         for name in (0..experts).map(name) {
             self.shard(&name)?.widen(&name, &mut data)?;
         }
-        HostTensor::new([experts, d_out, d_in], data)
+        Ok(HostTensor::new([experts, d_out, d_in], data)?)
     }
 
-    fn shard(&self, name: &str) -> Result<&TensorFile, InterchangeError> {
+    fn shard(&self, name: &str) -> Result<&TensorFile, FileError> {
         self.index
             .get(name)
             .and_then(|shard| self.shards.get(shard))
-            .ok_or_else(|| unknown_tensor(&self.folder, name, self.names()))
+            .ok_or_else(|| FileError::unknown_tensor(&self.folder, name, self.names()))
     }
 }
 
@@ -215,9 +212,12 @@ pub fn write_model(
         if name == INDEX && source.shards.contains_key(SINGLE) {
             continue;
         }
-        staging.write(name, &std::fs::read(&path).map_err(io("read", &path))?)?;
+        staging.write(
+            name,
+            &std::fs::read(&path).map_err(FileError::io("read", &path))?,
+        )?;
     }
-    staging.commit()
+    Ok(staging.commit()?)
 }
 
 fn check_shard_name(index: &Path, name: &str) -> Result<(), InterchangeError> {

@@ -39,15 +39,11 @@
 mod config;
 mod error;
 mod hub;
-mod json_file;
 mod peft;
 mod projection;
-mod staging;
-mod tensor;
-mod tensor_file;
 
 pub use config::{Family, ModelConfig};
 pub use error::InterchangeError;
 pub use hub::{ExpertWeights, HubModel, write_model};
+pub use moe_lora_files::{FileError, HostTensor};
 pub use peft::{ExpertAdapter, FactorPair, GateUp, PeftAdapter, PeftLayout};
-pub use tensor::HostTensor;

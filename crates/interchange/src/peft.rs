@@ -7,10 +7,9 @@ mod slot;
 pub use factor_pair::FactorPair;
 
 use crate::projection::Projection;
-use crate::staging::Staging;
-use crate::tensor_file::{StoredTensor, TensorFile};
 use crate::{InterchangeError, ModelConfig};
 use adapter_config::AdapterConfig;
+use moe_lora_files::{Staging, StoredTensor, TensorFile};
 use slot::Slot;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -168,7 +167,7 @@ impl PeftAdapter {
         let mut staging = Staging::new(folder)?;
         staging.write_tensors(WEIGHTS, tensors)?;
         staging.write(CONFIG, settings.to_json(config, base).as_bytes())?;
-        staging.commit()
+        Ok(staging.commit()?)
     }
 
     /// Every pair with the place it has in `layout`.

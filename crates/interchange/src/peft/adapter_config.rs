@@ -2,9 +2,9 @@
 
 use super::PeftLayout;
 use super::slot::Slot;
-use crate::json_file::JsonFile;
+use crate::ModelConfig;
 use crate::projection::{Projection, expert_module, experts_module};
-use crate::{InterchangeError, ModelConfig};
+use moe_lora_files::{FileError, JsonFile};
 use regex::Regex;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,7 +47,7 @@ pub(crate) struct AdapterConfig {
 }
 
 impl AdapterConfig {
-    pub(crate) fn read(path: PathBuf, config: &ModelConfig) -> Result<Self, InterchangeError> {
+    pub(crate) fn read(path: PathBuf, config: &ModelConfig) -> Result<Self, FileError> {
         let file = JsonFile::read(path)?;
         let kind: String = file.require("peft_type")?;
         if kind != "LORA" {
@@ -82,8 +82,8 @@ impl AdapterConfig {
     }
 
     /// The rank and the scale make sense.
-    pub(crate) fn check(&self, path: &Path) -> Result<(), InterchangeError> {
-        let invalid = |field: &str, value: String, expected: &str| InterchangeError::InvalidField {
+    pub(crate) fn check(&self, path: &Path) -> Result<(), FileError> {
+        let invalid = |field: &str, value: String, expected: &str| FileError::InvalidField {
             path: path.to_owned(),
             field: field.to_owned(),
             value,
@@ -220,7 +220,7 @@ impl AdapterConfig {
     }
 }
 
-fn refuse_unsupported(file: &JsonFile) -> Result<(), InterchangeError> {
+fn refuse_unsupported(file: &JsonFile) -> Result<(), FileError> {
     for (field, value) in file.fields() {
         let at_rest = match value {
             Value::Null | Value::Bool(false) => true,
@@ -255,7 +255,7 @@ fn stacked_slots(
     file: &JsonFile,
     targets: &[String],
     config: &ModelConfig,
-) -> Result<Vec<Slot>, InterchangeError> {
+) -> Result<Vec<Slot>, FileError> {
     let slots = Slot::all(PeftLayout::Stacked, config, |layer, projection| {
         let name = parameter(layer, projection);
         targets.iter().any(|target| is_suffix(target, &name))
@@ -292,7 +292,7 @@ fn expert_slots(
     file: &JsonFile,
     targets: &Value,
     config: &ModelConfig,
-) -> Result<Vec<Slot>, InterchangeError> {
+) -> Result<Vec<Slot>, FileError> {
     const FIELD: &str = "target_modules";
     let supported = "gate_proj and up_proj together, down_proj, of experts";
     // An expert that is adapted alone shows later, as missing or unexpected tensors.

@@ -2,9 +2,9 @@
 
 use super::{FactorPair, PeftLayout};
 use crate::projection::{Projection, expert_module, experts_module};
-use crate::tensor::expect_shape;
-use crate::tensor_file::TensorFile;
 use crate::{HostTensor, InterchangeError, ModelConfig};
+use moe_lora_files::TensorFile;
+use moe_lora_files::expect_shape;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slot {

@@ -6,8 +6,8 @@
 //! the rest  the data, contiguous, in the order of the offsets
 //! ```
 
-use crate::json_file::{io, regular_file_len};
-use crate::{HostTensor, InterchangeError};
+use crate::json_file::regular_file_len;
+use crate::{FileError, HostTensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -20,7 +20,8 @@ use std::path::{Path, PathBuf};
 const LENGTH_BYTES: usize = 8;
 
 #[derive(Debug)]
-pub(crate) struct TensorFile {
+/// An open file: its header, and its data mapped into memory.
+pub struct TensorFile {
     path: PathBuf,
     map: Mmap,
     data_start: usize,
@@ -29,14 +30,19 @@ pub(crate) struct TensorFile {
 }
 
 impl TensorFile {
-    pub(crate) fn open(path: PathBuf) -> Result<Self, InterchangeError> {
+    /// Maps the file at `path` and reads its header.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be opened, or its header is damaged or does not describe the whole file.
+    pub fn open(path: PathBuf) -> Result<Self, FileError> {
         regular_file_len(&path)?;
-        let file = File::open(&path).map_err(io("open", &path))?;
+        let file = File::open(&path).map_err(FileError::io("open", &path))?;
         // SAFETY: the mapping is read-only. Another process may still cut the file short under it,
         // which no check here can prevent; the crate's page states that as a condition.
-        let map = unsafe { Mmap::map(&file) }.map_err(io("map", &path))?;
+        let map = unsafe { Mmap::map(&file) }.map_err(FileError::io("map", &path))?;
 
-        let length = |declared| InterchangeError::Length {
+        let length = |declared| FileError::Length {
             path: path.clone(),
             found: map.len(),
             declared,
@@ -57,7 +63,7 @@ impl TensorFile {
         // header can overflow.
         let header: Metadata = match serde_json::from_slice(header) {
             Ok(header) => header,
-            Err(source) => return Err(InterchangeError::Header { path, source }),
+            Err(source) => return Err(FileError::Header { path, source }),
         };
         let declared = header_end + header.data_len() as u128;
         if declared != map.len() as u128 {
@@ -73,34 +79,53 @@ impl TensorFile {
         })
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// The file.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    pub(crate) fn metadata(&self) -> Option<HashMap<String, String>> {
+    /// The header's free-form entries.
+    pub fn metadata(&self) -> Option<HashMap<String, String>> {
         self.metadata.clone()
     }
 
-    pub(crate) fn len(&self) -> usize {
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
         self.tensors.len()
     }
 
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+    /// Whether there are no tensors.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    pub(crate) fn contains(&self, name: &str) -> bool {
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    pub(crate) fn info(&self, name: &str) -> Result<&TensorInfo, InterchangeError> {
+    /// Type, shape and place of a tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::UnknownTensor`] with the most similar name.
+    pub fn info(&self, name: &str) -> Result<&TensorInfo, FileError> {
         self.tensors
             .get(name)
-            .ok_or_else(|| unknown_tensor(&self.path, name, self.names()))
+            .ok_or_else(|| FileError::unknown_tensor(&self.path, name, self.names()))
     }
 
     /// The tensor as it is on disk.
-    pub(crate) fn stored(&self, name: &str) -> Result<StoredTensor<'_>, InterchangeError> {
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::UnknownTensor`].
+    pub fn stored(&self, name: &str) -> Result<StoredTensor<'_>, FileError> {
         let info = self.info(name)?;
         let (begin, end) = info.data_offsets;
         Ok(StoredTensor {
@@ -111,14 +136,22 @@ impl TensorFile {
     }
 
     /// The tensor in `f32`.
-    pub(crate) fn tensor(&self, name: &str) -> Result<HostTensor, InterchangeError> {
+    ///
+    /// # Errors
+    ///
+    /// When there is no such tensor, or it is stored in a type other than `f32`, `bf16` and `f16`.
+    pub fn tensor(&self, name: &str) -> Result<HostTensor, FileError> {
         let mut data = Vec::new();
         self.widen(name, &mut data)?;
         HostTensor::new(self.info(name)?.shape.clone(), data)
     }
 
     /// Appends the tensor's elements to `out` in `f32`.
-    pub(crate) fn widen(&self, name: &str, out: &mut Vec<f32>) -> Result<(), InterchangeError> {
+    ///
+    /// # Errors
+    ///
+    /// As [`tensor`](Self::tensor).
+    pub fn widen(&self, name: &str, out: &mut Vec<f32>) -> Result<(), FileError> {
         let stored = self.stored(name)?;
         let bytes = stored.bytes.as_ref();
         let halves = || bytes.as_chunks::<2>().0.iter().copied();
@@ -133,7 +166,7 @@ impl TensorFile {
 }
 
 /// The bytes of a tensor in its type on disk.
-pub(crate) struct StoredTensor<'a> {
+pub struct StoredTensor<'a> {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Cow<'a, [u8]>,
@@ -141,12 +174,16 @@ pub(crate) struct StoredTensor<'a> {
 
 impl StoredTensor<'static> {
     /// `tensor` rounded once, to nearest even, to the type `like` has on disk.
-    pub(crate) fn narrow(
+    ///
+    /// # Errors
+    ///
+    /// When the shapes differ, the type is not supported, or a finite value would become infinite.
+    pub fn narrow(
         path: &Path,
         name: &str,
         tensor: HostTensor,
         like: &StoredTensor<'_>,
-    ) -> Result<Self, InterchangeError> {
+    ) -> Result<Self, FileError> {
         tensor.expect_shape(|| name.to_owned(), &like.shape)?;
         let dtype = like.dtype;
         let shape = tensor.shape().to_vec();
@@ -170,7 +207,7 @@ impl StoredTensor<'static> {
                 _ => return Err(unsupported_dtype(path, name, dtype)),
             };
             if value.is_finite() && !stored.is_finite() {
-                return Err(InterchangeError::Overflow {
+                return Err(FileError::Overflow {
                     name: name.to_owned(),
                     value,
                     dtype,
@@ -219,29 +256,10 @@ impl View for StoredTensor<'_> {
     }
 }
 
-fn unsupported_dtype(path: &Path, name: &str, dtype: Dtype) -> InterchangeError {
-    InterchangeError::UnsupportedDtype {
+fn unsupported_dtype(path: &Path, name: &str, dtype: Dtype) -> FileError {
+    FileError::UnsupportedDtype {
         path: path.to_owned(),
         name: name.to_owned(),
         dtype,
-    }
-}
-
-pub(crate) fn unknown_tensor<'a>(
-    path: &Path,
-    name: &str,
-    names: impl Iterator<Item = &'a str>,
-) -> InterchangeError {
-    // Similarity takes time proportional to both lengths; no real name is this long.
-    let near = names
-        .filter(|other| other.len() <= 256 && name.len() <= 256)
-        .map(|other| (strsim::normalized_levenshtein(name, other), other))
-        .filter(|(similarity, _)| *similarity >= 0.7)
-        .max_by(|(left, _), (right, _)| left.total_cmp(right))
-        .map(|(_, other)| other.to_owned());
-    InterchangeError::UnknownTensor {
-        path: path.to_owned(),
-        name: name.to_owned(),
-        near,
     }
 }

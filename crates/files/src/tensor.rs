@@ -1,6 +1,6 @@
 //! A tensor on the host.
 
-use crate::InterchangeError;
+use crate::FileError;
 
 /// A dense row-major `f32` tensor whose data always fills its shape.
 #[derive(Debug, Clone, PartialEq)]
@@ -14,15 +14,15 @@ impl HostTensor {
     ///
     /// # Errors
     ///
-    /// [`InterchangeError::ElementCount`] when the product of `shape` is not `data.len()`.
-    pub fn new(shape: impl Into<Vec<usize>>, data: Vec<f32>) -> Result<Self, InterchangeError> {
+    /// [`FileError::ElementCount`] when the product of `shape` is not `data.len()`.
+    pub fn new(shape: impl Into<Vec<usize>>, data: Vec<f32>) -> Result<Self, FileError> {
         let shape = shape.into();
         let elements = shape
             .iter()
             .try_fold(1usize, |product, &size| product.checked_mul(size));
         if elements != Some(data.len()) {
             let len = data.len();
-            return Err(InterchangeError::ElementCount { shape, len });
+            return Err(FileError::ElementCount { shape, len });
         }
         Ok(Self { shape, data })
     }
@@ -68,24 +68,34 @@ impl HostTensor {
         &self.data[index * stride..(index + 1) * stride]
     }
 
-    pub(crate) fn expect_shape(
+    /// Checks the shape; `name` is for the message.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Shape`] when it is another one.
+    pub fn expect_shape(
         &self,
         name: impl FnOnce() -> String,
         expected: &[usize],
-    ) -> Result<(), InterchangeError> {
+    ) -> Result<(), FileError> {
         expect_shape(name, &self.shape, expected)
     }
 }
 
-pub(crate) fn expect_shape(
+/// Checks a shape; `name` is for the message.
+///
+/// # Errors
+///
+/// [`FileError::Shape`] when `found` is not `expected`.
+pub fn expect_shape(
     name: impl FnOnce() -> String,
     found: &[usize],
     expected: &[usize],
-) -> Result<(), InterchangeError> {
+) -> Result<(), FileError> {
     if found == expected {
         return Ok(());
     }
-    Err(InterchangeError::Shape {
+    Err(FileError::Shape {
         name: name(),
         found: found.to_vec(),
         expected: expected.to_vec(),
@@ -108,10 +118,7 @@ mod tests {
     #[test]
     fn overflowing_shape_is_an_error() {
         let error = HostTensor::new([usize::MAX, 2], vec![]).unwrap_err();
-        assert!(matches!(
-            error,
-            InterchangeError::ElementCount { len: 0, .. }
-        ));
+        assert!(matches!(error, FileError::ElementCount { len: 0, .. }));
     }
 
     #[test]

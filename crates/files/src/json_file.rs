@@ -1,6 +1,6 @@
 //! A JSON object on disk whose fields are asked for by name.
 
-use crate::InterchangeError;
+use crate::FileError;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -8,45 +8,55 @@ use std::path::{Path, PathBuf};
 /// Indexes of the largest public models stay below 20 MB.
 const MAX_BYTES: u64 = 64 << 20;
 
-pub(crate) struct JsonFile {
+/// A JSON object on disk.
+pub struct JsonFile {
     path: PathBuf,
     fields: Map<String, Value>,
 }
 
 impl JsonFile {
-    pub(crate) fn read(path: PathBuf) -> Result<Self, InterchangeError> {
+    /// Reads the object in the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// When it is no regular file of at most 64 MiB that holds a JSON object.
+    pub fn read(path: PathBuf) -> Result<Self, FileError> {
         let bytes = regular_file_len(&path)?;
         if bytes > MAX_BYTES {
             let limit = MAX_BYTES;
-            return Err(InterchangeError::JsonTooLarge { path, bytes, limit });
+            return Err(FileError::JsonTooLarge { path, bytes, limit });
         }
-        let text = std::fs::read(&path).map_err(io("read", &path))?;
+        let text = std::fs::read(&path).map_err(FileError::io("read", &path))?;
         match serde_json::from_slice(&text) {
             Ok(fields) => Ok(Self { path, fields }),
-            Err(source) => Err(InterchangeError::Json { path, source }),
+            Err(source) => Err(FileError::Json { path, source }),
         }
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// The file.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    pub(crate) fn fields(&self) -> impl Iterator<Item = (&str, &Value)> {
+    /// The top-level fields.
+    pub fn fields(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.fields.iter().map(|(name, value)| (&**name, value))
     }
 
     /// The value at `field`, whose dots lead into nested objects; null counts as absent.
-    pub(crate) fn value(&self, field: &str) -> Option<&Value> {
+    pub fn value(&self, field: &str) -> Option<&Value> {
         let mut steps = field.split('.');
         let first = self.fields.get(steps.next()?)?;
         let value = steps.try_fold(first, |value, step| value.get(step))?;
         (!value.is_null()).then_some(value)
     }
 
-    pub(crate) fn get<T: DeserializeOwned>(
-        &self,
-        field: &str,
-    ) -> Result<Option<T>, InterchangeError> {
+    /// The value at `field`, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::InvalidField`] when it is no `T`.
+    pub fn get<T: DeserializeOwned>(&self, field: &str) -> Result<Option<T>, FileError> {
         let Some(value) = self.value(field) else {
             return Ok(None);
         };
@@ -56,24 +66,26 @@ impl JsonFile {
         }
     }
 
-    pub(crate) fn require<T: DeserializeOwned>(&self, field: &str) -> Result<T, InterchangeError> {
+    /// The value at `field`.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::MissingField`], or [`FileError::InvalidField`] when it is no `T`.
+    pub fn require<T: DeserializeOwned>(&self, field: &str) -> Result<T, FileError> {
         self.get(field)?.ok_or_else(|| self.missing(field))
     }
 
-    pub(crate) fn missing(&self, field: &str) -> InterchangeError {
-        InterchangeError::MissingField {
+    /// The error of a field that has to be there.
+    pub fn missing(&self, field: &str) -> FileError {
+        FileError::MissingField {
             path: self.path.clone(),
             field: field.to_owned(),
         }
     }
 
-    pub(crate) fn invalid(
-        &self,
-        field: &str,
-        value: impl ToString,
-        expected: impl ToString,
-    ) -> InterchangeError {
-        InterchangeError::InvalidField {
+    /// The error of a value that makes no sense.
+    pub fn invalid(&self, field: &str, value: impl ToString, expected: impl ToString) -> FileError {
+        FileError::InvalidField {
             path: self.path.clone(),
             field: field.to_owned(),
             value: value.to_string(),
@@ -81,13 +93,14 @@ impl JsonFile {
         }
     }
 
-    pub(crate) fn unsupported(
+    /// The error of a value that asks for something that is not done.
+    pub fn unsupported(
         &self,
         field: &str,
         value: impl ToString,
         supported: impl ToString,
-    ) -> InterchangeError {
-        InterchangeError::UnsupportedField {
+    ) -> FileError {
+        FileError::UnsupportedField {
             path: self.path.clone(),
             field: field.to_owned(),
             value: value.to_string(),
@@ -96,23 +109,11 @@ impl JsonFile {
     }
 }
 
-pub(crate) fn io(
-    action: &'static str,
-    path: &Path,
-) -> impl FnOnce(std::io::Error) -> InterchangeError {
-    let path = path.to_owned();
-    move |source| InterchangeError::Io {
-        action,
-        path,
-        source,
-    }
-}
-
 /// The length of a regular file; asked before opening, because opening a pipe would block.
-pub(crate) fn regular_file_len(path: &Path) -> Result<u64, InterchangeError> {
-    let metadata = std::fs::metadata(path).map_err(io("open", path))?;
+pub(crate) fn regular_file_len(path: &Path) -> Result<u64, FileError> {
+    let metadata = std::fs::metadata(path).map_err(FileError::io("open", path))?;
     if !metadata.is_file() {
-        return Err(InterchangeError::NotAFile {
+        return Err(FileError::NotAFile {
             path: path.to_owned(),
         });
     }
