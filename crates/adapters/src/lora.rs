@@ -179,6 +179,8 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
     pub fn trained_weights(&self) -> [TrainedWeight<'_, B>; 2] {
         let trained = |factor, weight, layout| TrainedWeight {
             path: format!("{}.{factor}", self.path),
+            linear: &self.path,
+            config: &self.config,
             weight,
             layout,
             group: G::NAME,
@@ -290,6 +292,10 @@ fn low_rank_product<B: Backend>(b: Tensor<B, 3>, a: Tensor<B, 3>) -> Tensor<B, 3
 pub struct TrainedWeight<'a, B: Backend> {
     /// Path with `.lora_A` or `.lora_B` at its end.
     pub path: String,
+    /// Path of the linear.
+    pub linear: &'a str,
+    /// The adapter's settings.
+    pub config: &'a LoraConfig,
     /// The local values.
     pub weight: &'a Weight<B>,
     /// Shape and place.

@@ -100,9 +100,7 @@ impl<B: Backend> ResumableOptimizer<B> for Sgd<B> {
     }
 }
 
-fn moments<B: Backend, const D: usize>(
-    state: AdaptiveMomentumState<B, D>,
-) -> OptimizerParts<B, D> {
+fn moments<B: Backend, const D: usize>(state: AdaptiveMomentumState<B, D>) -> OptimizerParts<B, D> {
     let mut parts = OptimizerParts::default();
     parts.counts.insert("time".into(), state.time as u64);
     parts.tensors.insert("moment_1".into(), state.moment_1);
@@ -117,8 +115,7 @@ fn from_moments<B: Backend, const D: usize>(
     mut parts: OptimizerParts<B, D>,
 ) -> Option<AdaptiveMomentumState<B, D>> {
     let time = usize::try_from(parts.counts.remove("time")?).ok()?;
-    let [moment_1, moment_2] =
-        ["moment_1", "moment_2"].map(|name| parts.tensors.remove(name));
+    let [moment_1, moment_2] = ["moment_1", "moment_2"].map(|name| parts.tensors.remove(name));
     let mut state = AdaptiveMomentumState::new(time, moment_1?, moment_2?);
     state.max_moment_2 = parts.tensors.remove("max_moment_2");
     Some(state)

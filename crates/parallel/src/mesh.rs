@@ -5,8 +5,8 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 
 use crate::{
-    Collective, Coordinates, Dp, Ep, ExpertDp, ExpertTp, Group, GroupName, ParallelBackend, Solo,
-    Topology, TopologyError, Tp,
+    Collective, Coordinates, Dp, Ep, ExpertDp, ExpertTp, Group, GroupKind, GroupName,
+    ParallelBackend, Solo, Topology, TopologyError, Tp,
 };
 
 /// Opens groups between the ranks of a world.
@@ -146,5 +146,21 @@ impl<B: ParallelBackend> Mesh<B> {
     /// Replicas of the experts.
     pub fn expert_dp(&self) -> &Group<B, ExpertDp> {
         &self.expert_dp
+    }
+
+    /// Whether it is so on every rank of the world. Every rank calls it.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn all(&self, here: bool) -> bool {
+        // Ranks are expert tensor, then expert, then replica coordinates: three passes reach all.
+        fn agree<B: ParallelBackend, G: GroupKind>(group: &Group<B, G>, here: bool) -> bool {
+            let ranks = group.exchange_sizes(&[usize::from(here)]);
+            ranks.concat().into_iter().all(|rank| rank == 1)
+        }
+        let here = agree(&self.expert_tp, here);
+        let here = agree(&self.ep, here);
+        agree(&self.expert_dp, here)
     }
 }

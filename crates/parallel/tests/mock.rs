@@ -876,3 +876,21 @@ fn calls_are_recorded_in_order() {
 fn members_outside_the_world_are_refused() {
     open(&MockWorld::new(2).rank(0), GroupName::Tp, &[0, 2]);
 }
+
+#[test]
+fn a_world_agrees_only_when_every_rank_does() {
+    let topology = TopologyConfig::new(8)
+        .with_ep(2)
+        .with_etp(2)
+        .init()
+        .unwrap();
+    for dissenter in [None, Some(0), Some(3), Some(5)] {
+        let agreed = MockWorld::new(8)
+            .run(|rank| {
+                let mesh = Mesh::<Flex>::new(topology, &rank).unwrap();
+                mesh.all(Some(mesh.rank()) != dissenter)
+            })
+            .unwrap();
+        assert_eq!(agreed, vec![dissenter.is_none(); 8], "{dissenter:?}");
+    }
+}
