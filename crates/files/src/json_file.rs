@@ -110,7 +110,11 @@ impl JsonFile {
 }
 
 /// The length of a regular file; asked before opening, because opening a pipe would block.
-pub(crate) fn regular_file_len(path: &Path) -> Result<u64, FileError> {
+///
+/// # Errors
+///
+/// When there is no such file, or something else lies there.
+pub fn regular_file_len(path: &Path) -> Result<u64, FileError> {
     let metadata = std::fs::metadata(path).map_err(FileError::io("open", path))?;
     if !metadata.is_file() {
         return Err(FileError::NotAFile {

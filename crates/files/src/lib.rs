@@ -21,7 +21,7 @@ mod tensor;
 mod tensor_file;
 
 pub use error::{FileError, nearest_name};
-pub use json_file::JsonFile;
+pub use json_file::{JsonFile, regular_file_len};
 pub use staging::Staging;
 pub use tensor::{HostTensor, expect_shape};
 pub use tensor_file::{StoredTensor, TensorFile};

@@ -15,6 +15,7 @@ use safetensors::{Dtype, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 const LENGTH_BYTES: usize = 8;
@@ -120,6 +121,16 @@ impl TensorFile {
             .ok_or_else(|| FileError::unknown_tensor(&self.path, name, self.names()))
     }
 
+    /// The bytes of the file that a tensor takes.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::UnknownTensor`].
+    pub fn byte_range(&self, name: &str) -> Result<Range<usize>, FileError> {
+        let (begin, end) = self.info(name)?.data_offsets;
+        Ok(self.data_start + begin..self.data_start + end)
+    }
+
     /// The tensor as it is on disk.
     ///
     /// # Errors
@@ -127,11 +138,10 @@ impl TensorFile {
     /// [`FileError::UnknownTensor`].
     pub fn stored(&self, name: &str) -> Result<StoredTensor<'_>, FileError> {
         let info = self.info(name)?;
-        let (begin, end) = info.data_offsets;
         Ok(StoredTensor {
             dtype: info.dtype,
             shape: info.shape.clone(),
-            bytes: Cow::Borrowed(&self.map[self.data_start + begin..self.data_start + end]),
+            bytes: Cow::Borrowed(&self.map[self.byte_range(name)?]),
         })
     }
 
