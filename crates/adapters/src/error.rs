@@ -1,5 +1,7 @@
-//! What can go wrong when adapters are built.
+//! What can go wrong when adapters are built, saved or loaded.
 
+use burn::tensor::DType;
+use moe_lora_checkpoint::CheckpointError;
 use moe_lora_parallel::TopologyError;
 use thiserror::Error;
 
@@ -71,6 +73,53 @@ pub enum AdapterError {
         found: usize,
         /// The full shape.
         expected: Vec<usize>,
+    },
+}
+
+/// A checkpoint that cannot be saved or loaded.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// The files.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Another rank failed; its own error says why.
+    #[error("rank {rank} stopped because another rank failed (see the other ranks' errors)")]
+    OtherRank {
+        /// This rank.
+        rank: usize,
+    },
+    /// A factor of an element type that files do not have.
+    #[error("{path}: {dtype:?} cannot be stored (use f32, f64, bf16 or f16 factors)")]
+    Dtype {
+        /// The factor.
+        path: String,
+        /// Its type.
+        dtype: DType,
+    },
+    /// An adapter of another rank, scale, function or sharing.
+    #[error(
+        "{linear}: the checkpoint has {stored}, the module {expected} (build the adapter from the checkpoint's settings)"
+    )]
+    Settings {
+        /// The linear.
+        linear: String,
+        /// Settings in the checkpoint.
+        stored: String,
+        /// Settings of the module's adapter.
+        expected: String,
+    },
+    /// State of another optimizer, or a part of one.
+    #[error(
+        "{path}: the stored state {parts:?} is not that of {optimizer} (resume with the optimizer that was saved)"
+    )]
+    OptimizerState {
+        /// The factor.
+        path: String,
+        /// The optimizer.
+        optimizer: &'static str,
+        /// Names of the stored parts.
+        parts: Vec<String>,
     },
 }
 

@@ -9,6 +9,7 @@
 //! No number here depends on the topology: not the scale, not the start values, not the merged
 //! weight.
 
+mod checkpoint;
 mod config;
 mod error;
 mod init;
@@ -20,8 +21,9 @@ mod sync;
 mod targets;
 mod weight;
 
+pub use checkpoint::{load_adapters, load_checkpoint, save_checkpoint, stored_adapters};
 pub use config::{Activation, LoraConfig, Sharing};
-pub use error::AdapterError;
+pub use error::{AdapterError, ResumeError};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};

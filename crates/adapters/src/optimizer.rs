@@ -85,6 +85,9 @@ impl<B: Backend> ResumableOptimizer<B> for Sgd<B> {
         device: &B::Device,
     ) -> OptimizerParts<B, D> {
         let mut parts = OptimizerParts::default();
+        // Tells a checkpoint of this optimizer from one without any, with momentum or not.
+        let momentum = u64::from(state.momentum.is_some());
+        parts.counts.insert("momentum".into(), momentum);
         if let Some(momentum) = state.momentum {
             // The velocity is private to burn; its record is not. f64 holds every float exactly.
             let item = momentum.into_item::<DoublePrecisionSettings>();
@@ -96,7 +99,8 @@ impl<B: Backend> ResumableOptimizer<B> for Sgd<B> {
 
     fn from_parts<const D: usize>(mut parts: OptimizerParts<B, D>) -> Option<SgdState<B, D>> {
         let velocity = parts.tensors.remove("velocity");
-        Some(SgdState::new(velocity.map(MomentumState::new)))
+        let momentum = parts.counts.remove("momentum")? > 0;
+        (velocity.is_some() == momentum).then(|| SgdState::new(velocity.map(MomentumState::new)))
     }
 }
 

@@ -42,6 +42,7 @@
 //! | [`kernels`] | grouped matrix products, rows sorted by expert |
 //! | [`adapters`] | LoRA on column-parallel, row-parallel and replicated linears |
 //! | [`experts`] | router, dispatcher, expert MLP, MoE layer, shared experts |
+//! | [`checkpoint`] | sharded checkpoints that load at any topology |
 //! | [`interchange`] | hub model directories and PEFT files |
 //!
 //! # What it does not do
@@ -49,6 +50,7 @@
 //! It is no trainer: loop, optimizer and data are burn's and yours. It does not shard attention.
 
 pub use moe_lora_adapters as adapters;
+pub use moe_lora_checkpoint as checkpoint;
 pub use moe_lora_experts as experts;
 pub use moe_lora_interchange as interchange;
 pub use moe_lora_kernels as kernels;

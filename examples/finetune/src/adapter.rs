@@ -1,5 +1,7 @@
 //! Adapters on the experts: which linears get one, where they start, and how they leave again.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -26,6 +28,8 @@ pub enum AdapterPlan {
     },
     /// Those of a file.
     Given(PeftAdapter),
+    /// Those of a checkpoint, by linear; their values are loaded later.
+    Stored(BTreeMap<String, LoraConfig>),
 }
 
 impl AdapterPlan {
@@ -35,6 +39,10 @@ impl AdapterPlan {
             Self::New { config, .. } => *config,
             Self::Given(adapter) => {
                 LoraConfig::new(adapter.rank, adapter.alpha).with_rslora(adapter.rslora)
+            }
+            Self::Stored(adapters) => {
+                let first = adapters.values().next().copied();
+                first.unwrap_or_else(|| LoraConfig::new(1, 1.0))
             }
         }
     }
@@ -63,6 +71,21 @@ impl AdapterPlan {
                         .filter(|path| paths.contains(path))
                         .collect();
                     layer.adapt(&chosen, &config, device)?;
+                }
+            }
+            Self::Stored(adapters) => {
+                let known: Vec<_> = [GateUpKind::Fused, GateUpKind::Separate]
+                    .map(|kind| blocks.targets(kind))
+                    .concat();
+                // An adapter of a linear that is not there is refused with the nearest name.
+                Targets::new(adapters.keys()).select(&known)?;
+                for layer in &mut blocks.layers {
+                    let own = [GateUpKind::Fused, GateUpKind::Separate]
+                        .map(|kind| layer.experts.targets(kind))
+                        .concat();
+                    for (path, config) in adapters.iter().filter(|(path, _)| own.contains(path)) {
+                        layer.adapt(std::slice::from_ref(path), config, device)?;
+                    }
                 }
             }
             Self::Given(adapter) => {

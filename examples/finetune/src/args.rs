@@ -131,6 +131,18 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
 
+    /// Directory that adapters and optimizer state are saved to at the end, to resume from
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: Option<PathBuf>,
+
+    /// Save every so many steps too
+    #[arg(long, value_name = "N", value_parser = positive, requires = "checkpoint")]
+    pub save_every: Option<usize>,
+
+    /// Continue from the checkpoint in this directory up to --steps, at any topology; give the other flags as before
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate"])]
+    pub resume: Option<PathBuf>,
+
     /// Give the gate and the up projection an adapter each instead of one that shares its A
     #[arg(long, conflicts_with = "adapter")]
     pub separate: bool,

@@ -8,9 +8,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::backend::{Autodiff, Flex};
-use burn::optim::{AdamWConfig, Optimizer, SgdConfig};
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::Device;
-use burn_moe_lora::adapters::LoraConfig;
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, stored_adapters};
+use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::GateUp;
 use burn_moe_lora::interchange::{HubModel, InterchangeError, PeftAdapter, write_model};
 use burn_moe_lora::parallel::{Mesh, MockRank, MockWorld, Topology, TopologyConfig};
@@ -39,6 +41,7 @@ pub struct Job {
     hub: HubModel,
     text: TextDataset,
     plan: AdapterPlan,
+    resumed: Option<Checkpoint>,
 }
 
 impl Job {
@@ -69,9 +72,19 @@ impl Job {
             args.length
         );
         let text = TextDataset::open(&args.text, config.vocab_size, args.length, args.seed)?;
-        let plan = match &args.adapter {
-            Some(folder) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
-            None => AdapterPlan::New {
+        let resumed = args.resume.as_deref().map(Checkpoint::open).transpose()?;
+        if let Some(checkpoint) = &resumed {
+            let step = checkpoint.manifest().step;
+            ensure!(
+                step < args.steps as u64,
+                "the checkpoint has done {step} steps and --steps is {} (raise --steps)",
+                args.steps
+            );
+        }
+        let plan = match (&resumed, &args.adapter) {
+            (Some(checkpoint), _) => AdapterPlan::Stored(stored_adapters(checkpoint)),
+            (None, Some(folder)) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
+            (None, None) => AdapterPlan::New {
                 config: LoraConfig::new(args.rank, args.alpha).with_seed(args.seed),
                 gate_up: match args.separate {
                     true => GateUp::Separate,
@@ -87,6 +100,7 @@ impl Job {
             hub,
             text,
             plan,
+            resumed,
         })
     }
 
@@ -135,9 +149,13 @@ impl Job {
         }
     }
 
-    fn train_with<O>(&self, model: RankModel<TrainBackend>, optimizer: O) -> Result<Summary>
+    fn train_with<O>(
+        &self,
+        model: RankModel<TrainBackend>,
+        optimizer: OptimizerAdaptor<O, MoeBlocks<TrainBackend>, TrainBackend>,
+    ) -> Result<Summary>
     where
-        O: Optimizer<MoeBlocks<TrainBackend>, TrainBackend>,
+        O: ResumableOptimizer<Flex>,
     {
         let device = Device::<TrainBackend>::default();
         let Args { steps, batch, .. } = self.args;
@@ -147,17 +165,23 @@ impl Job {
             // A closed pipe must not end the training.
             let _ = writeln!(stdout(), "{banner}");
         }
+        let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device);
+        let mut done = 0;
+        if let Some(checkpoint) = &self.resumed {
+            trainer.resume(checkpoint)?;
+            done = checkpoint.manifest().step as usize;
+        }
         let held_out = self.text.eval_batches(batch, self.layout.world);
-        let eval_before = model.evaluate(&held_out, &device)?;
+        let eval_before = trainer.model.evaluate(&held_out, &device)?;
         ensure!(
             eval_before.is_finite(),
             "the loss before training is {eval_before} (the model or the adapter holds values that are no finite \
              numbers, or --alpha is too large: fetch the files again or lower --alpha)"
         );
 
-        let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device);
-        let mut progress = first.then(|| Progress::stderr(steps, steps.div_ceil(10)));
-        for step in 0..steps {
+        let left = steps - done;
+        let mut progress = first.then(|| Progress::stderr(left, left.div_ceil(10)));
+        for step in done..steps {
             let batch = self.text.train_batch(step, batch);
             let loss = trainer.step(&batch)?;
             ensure!(
@@ -167,6 +191,11 @@ impl Job {
             );
             if let Some(progress) = &mut progress {
                 progress.step(loss, batch.rows() * batch.length());
+            }
+            if let Some(folder) = &self.args.checkpoint
+                && self.saves_after(step + 1)
+            {
+                trainer.save(folder, step + 1)?;
             }
         }
         let (tokens, elapsed) = progress.map(Progress::finish).unwrap_or_default();
@@ -183,7 +212,7 @@ impl Job {
         let merge = check_merged(&adapted, &merged, &held_out, &device)?;
         self.write_merged(&merged)?;
         Ok(Summary {
-            steps,
+            steps: left,
             tokens,
             elapsed,
             eval_before,
@@ -192,6 +221,11 @@ impl Job {
             out: self.args.out.clone(),
             merged: self.args.merged.clone(),
         })
+    }
+
+    fn saves_after(&self, steps: usize) -> bool {
+        let every = self.args.save_every.unwrap_or(self.args.steps);
+        steps == self.args.steps || steps.is_multiple_of(every)
     }
 
     fn banner(&self, trained: usize) -> Banner {

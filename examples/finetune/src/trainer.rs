@@ -1,9 +1,15 @@
 //! One rank's training loop.
 
+use std::path::Path;
+
 use anyhow::Result;
+use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::backend::AutodiffBackend;
-use burn_moe_lora::adapters::{AdapterBackend, sync_gradients};
+use burn_moe_lora::adapters::{
+    AdapterBackend, ResumableOptimizer, load_checkpoint, save_checkpoint, sync_gradients,
+};
+use burn_moe_lora::checkpoint::{Checkpoint, LoadReport, Strictness};
 use burn_moe_lora::parallel::ParallelBackend;
 
 use crate::moe::MoeBlocks;
@@ -13,10 +19,14 @@ use crate::text::Batch;
 /// A rank's model and the optimizer that updates its adapters.
 ///
 /// Every rank owns its leaves: ranks that shared a tracked tensor would share a graph and wait for each other for ever.
-pub struct Trainer<B: AdapterBackend, O> {
+pub struct Trainer<B, O>
+where
+    B: AutodiffBackend + AdapterBackend,
+    O: ResumableOptimizer<B::InnerBackend>,
+{
     /// The model.
     pub model: RankModel<B>,
-    optimizer: O,
+    optimizer: OptimizerAdaptor<O, MoeBlocks<B>, B>,
     lr: f64,
     device: B::Device,
 }
@@ -24,11 +34,16 @@ pub struct Trainer<B: AdapterBackend, O> {
 impl<B, I, O> Trainer<B, O>
 where
     B: AutodiffBackend<InnerBackend = I> + AdapterBackend,
-    I: ParallelBackend<Base = B::Base>,
-    O: Optimizer<MoeBlocks<B>, B>,
+    I: ParallelBackend<Base = B::Base, Device = B::Device>,
+    O: ResumableOptimizer<I>,
 {
     /// Trains `model` with `optimizer` at learning rate `lr`.
-    pub fn new(model: RankModel<B>, optimizer: O, lr: f64, device: B::Device) -> Self {
+    pub fn new(
+        model: RankModel<B>,
+        optimizer: OptimizerAdaptor<O, MoeBlocks<B>, B>,
+        lr: f64,
+        device: B::Device,
+    ) -> Self {
         Self {
             model,
             optimizer,
@@ -54,5 +69,40 @@ where
         let grads = sync_gradients(&model.blocks.trained_weights(), grads, &model.mesh);
         model.blocks = self.optimizer.step(self.lr, model.blocks.clone(), grads);
         Ok(gather_world(loss, &model.mesh).iter().sum())
+    }
+
+    /// Saves adapters and optimizer state after `steps` steps. Every rank calls it.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to.
+    ///
+    /// # Panics
+    /// If a collective fails.
+    pub fn save(&self, folder: &Path, steps: usize) -> Result<()> {
+        let RankModel { blocks, mesh, .. } = &self.model;
+        let weights = blocks.trained_weights();
+        save_checkpoint(folder, steps as u64, &weights, &self.optimizer, mesh)?;
+        Ok(())
+    }
+
+    /// Takes adapters and optimizer state from a checkpoint of any topology. Every rank calls it.
+    ///
+    /// # Errors
+    /// Files that are damaged, or hold other adapters or the state of another optimizer.
+    ///
+    /// # Panics
+    /// If a collective fails.
+    pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<LoadReport> {
+        let RankModel { blocks, mesh, .. } = &mut self.model;
+        let (resumed, report) = load_checkpoint(
+            checkpoint,
+            blocks.clone(),
+            MoeBlocks::trained_weights,
+            &mut self.optimizer,
+            mesh,
+            Strictness::Exact,
+        )?;
+        *blocks = resumed;
+        Ok(report)
     }
 }

@@ -2,8 +2,10 @@
 
 mod files;
 
-use burn::optim::{AdamWConfig, Optimizer, SgdConfig};
-use burn_moe_lora::adapters::LoraConfig;
+use burn::backend::Flex;
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{AdamWConfig, SgdConfig};
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer};
 use burn_moe_lora::experts::GateUp as GateUpKind;
 use burn_moe_lora::interchange::{
     FactorPair, GateUp, HostTensor, HubModel, PeftAdapter, write_model,
@@ -30,12 +32,15 @@ fn adapter(hub: &HubModel, name: &str) -> PeftAdapter {
 }
 
 /// Trains on `batches` with `(world, ep, etp)` ranks; the losses and the adapter after the last step.
-fn train<O: Optimizer<MoeBlocks<B>, B>>(
+fn train<O: ResumableOptimizer<Flex>>(
     hub: &HubModel,
     plan: &AdapterPlan,
     batches: &[Batch],
     (world, ep, etp): (usize, usize, usize),
-    (optimizer, lr): (impl Fn() -> O + Sync, f64),
+    (optimizer, lr): (
+        impl Fn() -> OptimizerAdaptor<O, MoeBlocks<B>, B> + Sync,
+        f64,
+    ),
 ) -> (Vec<f64>, PeftAdapter) {
     let topology = TopologyConfig::new(world)
         .with_ep(ep)
@@ -190,11 +195,14 @@ fn new_plan(gate_up: GateUpKind, seed: u64) -> AdapterPlan {
 }
 
 /// Losses of three steps from start values that are keyed by global index.
-fn three_losses<O: Optimizer<MoeBlocks<B>, B>>(
+fn three_losses<O: ResumableOptimizer<Flex>>(
     hub: &HubModel,
     plan: &AdapterPlan,
     topology: (usize, usize, usize),
-    optimizer: (impl Fn() -> O + Sync, f64),
+    optimizer: (
+        impl Fn() -> OptimizerAdaptor<O, MoeBlocks<B>, B> + Sync,
+        f64,
+    ),
 ) -> Vec<f64> {
     let text = asset("text/us-declaration.txt");
     let text = TextDataset::open(&text, hub.config().vocab_size, 64, 0).unwrap();

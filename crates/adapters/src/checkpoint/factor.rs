@@ -1,0 +1,92 @@
+//! A factor as the files see it.
+
+use burn::module::ParamId;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorData};
+use moe_lora_checkpoint::{Axis, Dtype, LoadedTensor, TensorLayout};
+use moe_lora_parallel::GroupName;
+
+use crate::{ResumeError, ShardAxis, TrainedWeight, Weight, WeightLayout};
+
+/// One factor of the module, apart from its values.
+pub(super) struct Factor<B: Backend> {
+    pub(super) id: ParamId,
+    pub(super) path: String,
+    pub(super) layout: TensorLayout,
+    pub(super) device: B::Device,
+    pub(super) dtype: DType,
+}
+
+impl<B: Backend> Factor<B> {
+    pub(super) fn of(trained: &TrainedWeight<'_, B>, ep: usize) -> Result<Self, ResumeError> {
+        let (id, device, dtype) = match trained.weight {
+            Weight::One(param) => (param.id, param.val().device(), param.val().dtype()),
+            Weight::PerExpert(param) => (param.id, param.val().device(), param.val().dtype()),
+        };
+        let stored = match dtype {
+            DType::F64 => Dtype::F64,
+            DType::F32 | DType::Flex32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            dtype => {
+                let path = trained.path.clone();
+                return Err(ResumeError::Dtype { path, dtype });
+            }
+        };
+        Ok(Self {
+            id,
+            path: trained.path.clone(),
+            layout: tensor_layout(trained, ep, stored),
+            device,
+            dtype,
+        })
+    }
+
+    pub(super) fn part_prefix(&self, optimizer: &str) -> String {
+        format!("{}.{optimizer}.", self.path)
+    }
+
+    pub(super) fn tensor<C: Backend<Device = B::Device>, const D: usize>(
+        &self,
+        loaded: LoadedTensor,
+    ) -> Tensor<C, D> {
+        let data = TensorData::from_bytes_vec(loaded.bytes, loaded.shape, self.dtype);
+        Tensor::from_data(data, (&self.device, self.dtype))
+    }
+}
+
+/// How the files cut a factor over ranks: experts over `Ep`, and the axis of its placement over the
+/// group of its linear.
+fn tensor_layout<B: Backend>(
+    trained: &TrainedWeight<'_, B>,
+    ep: usize,
+    dtype: Dtype,
+) -> TensorLayout {
+    let WeightLayout {
+        experts,
+        d_out,
+        d_in,
+        fragments,
+        axis,
+        ..
+    } = trained.layout;
+    let group = match trained.group {
+        GroupName::ExpertTp => Axis::ExpertTp,
+        _ => Axis::Tp,
+    };
+    let (layout, rows) = match experts {
+        None => (TensorLayout::new(&trained.path, dtype, [*d_out, *d_in]), 0),
+        Some(local) => {
+            let shape = [local.len() * ep, *d_out, *d_in];
+            let layout = TensorLayout::new(&trained.path, dtype, shape);
+            (layout.with_axis(0, Axis::Ep), 1)
+        }
+    };
+    match axis {
+        ShardAxis::Whole => layout,
+        ShardAxis::Out => layout
+            .with_axis(rows, group)
+            .with_fragments(rows, *fragments),
+        ShardAxis::In => layout.with_axis(rows + 1, group),
+    }
+}

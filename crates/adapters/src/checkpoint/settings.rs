@@ -1,0 +1,57 @@
+//! The settings of an adapter in a manifest.
+
+use burn::tensor::backend::Backend;
+use moe_lora_checkpoint::{AdapterActivation, AdapterEntry, Checkpoint};
+
+use crate::{Activation, LoraConfig, ResumeError, Sharing, TrainedWeight};
+
+/// Factors of another scale or function would load and compute something else.
+pub(super) fn check_settings<B: Backend>(
+    checkpoint: &Checkpoint,
+    weights: &[TrainedWeight<'_, B>],
+) -> Result<(), ResumeError> {
+    for trained in weights {
+        let stored = checkpoint.manifest().adapters.get(trained.linear);
+        let expected = entry_of(trained.config);
+        if let Some(stored) = stored
+            && *stored != expected
+        {
+            return Err(ResumeError::Settings {
+                linear: trained.linear.to_owned(),
+                stored: format!("{stored:?}"),
+                expected: format!("{expected:?}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn entry_of(config: &LoraConfig) -> AdapterEntry {
+    AdapterEntry {
+        rank: config.rank,
+        alpha: config.alpha,
+        rslora: config.rslora,
+        activation: match config.activation {
+            Activation::Identity => AdapterActivation::Identity,
+            Activation::Silu => AdapterActivation::Silu,
+            Activation::Gelu => AdapterActivation::Gelu,
+            Activation::Relu => AdapterActivation::Relu,
+        },
+        shared: config.sharing == Sharing::Shared,
+    }
+}
+
+pub(super) fn config_of(entry: &AdapterEntry) -> LoraConfig {
+    LoraConfig::new(entry.rank, entry.alpha)
+        .with_rslora(entry.rslora)
+        .with_activation(match entry.activation {
+            AdapterActivation::Identity => Activation::Identity,
+            AdapterActivation::Silu => Activation::Silu,
+            AdapterActivation::Gelu => Activation::Gelu,
+            AdapterActivation::Relu => Activation::Relu,
+        })
+        .with_sharing(match entry.shared {
+            true => Sharing::Shared,
+            false => Sharing::PerExpert,
+        })
+}
