@@ -48,15 +48,18 @@ where
                     gate: &experts[0],
                     up: &experts[1],
                     down: &experts[2],
+                    biases: None,
                 },
                 shared: Some((
                     MlpWeights {
                         gate: &shared[0],
                         up: &shared[1],
                         down: &shared[2],
+                        biases: None,
                     },
                     Some(&gate),
                 )),
+                ..Default::default()
             };
             let mut layer = config.init(weights, &mesh, &device).unwrap();
             let paths = layer.targets(GateUp::Separate);

@@ -477,15 +477,13 @@ fn shared_results(
 fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
     let (x, g) = data();
     // A layer without experts of its own.
+    let router = Matrix::zeros(0, HIDDEN);
     let layer = oracle::Moe {
-        router: Matrix::zeros(0, HIDDEN),
-        score: oracle::Score::Softmax,
-        top_k: 0,
-        experts: Vec::new(),
         shared: Some(oracle::Shared {
             mlp: mlp.clone(),
             gate: gate.cloned(),
         }),
+        ..oracle::Moe::new(router, oracle::Score::Softmax, 0, Vec::new())
     };
     let grads = layer.backward(&x, &g);
     let mut expected = vec![layer.forward(&x), grads.dx];
@@ -494,13 +492,7 @@ fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
 }
 
 fn mlp_case(gate_up: GateUp, config: LoraConfig) -> MlpCase {
-    MlpCase {
-        hidden: HIDDEN,
-        intermediate: INTERMEDIATE,
-        experts: 1,
-        gate_up,
-        config,
-    }
+    MlpCase::new([HIDDEN, INTERMEDIATE, 1], gate_up, config)
 }
 
 #[test]

@@ -710,6 +710,7 @@ fn gate_and_up_of_the_mlp_name_their_targets() {
             gate: &[0.0; 4],
             up: &[0.0; 4],
             down: &[0.0; 4],
+            biases: None,
         };
         let mlp = moe_lora_experts::MlpConfig::new("mlp", 2, 2)
             .init(weights, mesh.expert_tp(), &Default::default())

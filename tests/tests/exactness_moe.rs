@@ -8,16 +8,17 @@ use std::collections::BTreeMap;
 
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{LoraConfig, Sharing, sync_gradients};
+use moe_lora_adapters::{LinearConfig, LoraConfig, RowLinear, Sharing, sync_gradients};
 use moe_lora_experts::{
     GateUp, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
 };
+use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
-    Call, CollectiveOp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
+    Call, CollectiveOp, ExpertTp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
 };
 use moe_lora_testkit::{
     Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
-    ranks, synced_gradient, unshard, unshard_experts,
+    ranks, shard, synced_gradient, unshard, unshard_experts,
 };
 
 const HIDDEN: usize = 8;
@@ -89,6 +90,11 @@ struct Case {
     score: oracle::Score,
     weigh_at: WeighAt,
     shared: Option<SharedConfig>,
+    glu: oracle::Glu,
+    /// Whether router and experts have biases.
+    biased: bool,
+    /// Whether the choice of experts is corrected.
+    corrected: bool,
     adapted: bool,
 }
 
@@ -101,6 +107,9 @@ fn case(sharing: Sharing, gate_up: GateUp, dtype: DType) -> Case {
         score: oracle::Score::Renormalized,
         weigh_at: WeighAt::Output,
         shared: None,
+        glu: oracle::Glu::Silu,
+        biased: false,
+        corrected: false,
         adapted: true,
     }
 }
@@ -134,11 +143,9 @@ struct Found {
 impl Case {
     fn experts(&self) -> MlpCase {
         MlpCase {
-            hidden: HIDDEN,
-            intermediate: INTERMEDIATE,
-            experts: EXPERTS,
-            gate_up: self.gate_up,
-            config: self.config,
+            glu: self.glu,
+            biased: self.biased,
+            ..MlpCase::new([HIDDEN, INTERMEDIATE, EXPERTS], self.gate_up, self.config)
         }
     }
 
@@ -151,20 +158,22 @@ impl Case {
     }
 
     fn oracle(&self) -> oracle::Moe {
+        let (router, experts) = (noise(1, EXPERTS, HIDDEN), self.experts().oracle(2));
         oracle::Moe {
-            router: noise(1, EXPERTS, HIDDEN),
-            score: self.score,
-            top_k: TOP_K,
-            experts: self.experts().oracle(2),
+            router_bias: self.biased.then(|| noise(10, 1, EXPERTS)),
+            correction_bias: self.corrected.then(|| noise(11, 1, EXPERTS)),
             shared: self.shared.map(|shared| oracle::Shared {
                 mlp: self.shared_mlp().oracle(4).remove(0),
                 gate: shared.gated.then(|| noise(6, 1, HIDDEN)),
             }),
+            ..oracle::Moe::new(router, self.score, TOP_K, experts)
         }
     }
 
     fn layer(&self, moe: &oracle::Moe, mesh: &Mesh<Ad>) -> MoeLayer<Ad> {
         let router = moe.router.to_f32();
+        let router_bias = moe.router_bias.as_ref().map(Matrix::to_f32);
+        let correction_bias = moe.correction_bias.as_ref().map(Matrix::to_f32);
         let experts = MlpValues::of(&moe.experts);
         let shared = moe.shared.as_ref().map(|shared| {
             let gate = shared.gate.as_ref().map(Matrix::to_f32);
@@ -172,6 +181,8 @@ impl Case {
         });
         let weights = MoeWeights {
             router: &router,
+            router_bias: router_bias.as_deref(),
+            correction_bias: correction_bias.as_deref(),
             experts: experts.weights(),
             shared: shared
                 .as_ref()
@@ -181,9 +192,21 @@ impl Case {
             oracle::Score::Softmax => RouterScore::SoftmaxThenTopK { renormalize: false },
             oracle::Score::Renormalized => RouterScore::SoftmaxThenTopK { renormalize: true },
             oracle::Score::TopKFirst => RouterScore::TopKThenSoftmax,
+            oracle::Score::Sigmoid {
+                groups,
+                best,
+                renormalize,
+                scale,
+            } => RouterScore::SigmoidThenTopK {
+                n_group: groups,
+                topk_group: best,
+                renormalize,
+                scaling_factor: scale,
+            },
         };
         let mut layer = MoeConfig::new("moe", HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
             .with_score(score)
+            .with_activation(self.experts().activation())
             .with_weigh_at(self.weigh_at)
             .with_shared(self.shared)
             .with_dtype(self.config.dtype)
@@ -308,7 +331,7 @@ impl Case {
         let expected = self.expected(&moe, place.dealt.iter().sum());
         let t = &place.topology;
         let name = format!(
-            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?}",
+            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?} {:?} biased={} corrected={}",
             t.tp(),
             t.ep(),
             t.etp(),
@@ -317,7 +340,10 @@ impl Case {
             self.gate_up,
             self.score,
             self.weigh_at,
-            self.shared
+            self.shared,
+            self.glu,
+            self.biased,
+            self.corrected
         );
         let close = |what: &str, found: &Matrix, expected: &Matrix| {
             let name = format!("{name}: {what}");
@@ -449,7 +475,7 @@ fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
                         score,
                         weigh_at,
                         shared,
-                        adapted: true,
+                        ..case
                     };
                     case.check(&place);
                 }
@@ -558,6 +584,267 @@ fn wrong_weights_a_frozen_router_path_and_exchanged_experts_are_seen() {
     );
 }
 
+// ---- families ----------------------------------------------------------------------------------
+
+/// GPT-OSS: biases everywhere, clamped SwiGLU, top-k before softmax. The limit is low enough to
+/// clamp values of this case on both sides.
+fn gpt_oss(gate_up: GateUp, dtype: DType) -> Case {
+    Case {
+        score: oracle::Score::TopKFirst,
+        glu: oracle::Glu::Clamped {
+            alpha: 1.702,
+            limit: 2.0,
+        },
+        biased: true,
+        ..case(PER_EXPERT, gate_up, dtype)
+    }
+}
+
+/// DeepSeek-V3: sigmoid scores, one group of two, a corrected choice, scaled weights, an ungated
+/// shared expert.
+fn deepseek(gate_up: GateUp, dtype: DType, renormalize: bool) -> Case {
+    Case {
+        score: oracle::Score::Sigmoid {
+            groups: 2,
+            best: 1,
+            renormalize,
+            scale: 2.5,
+        },
+        corrected: true,
+        shared: shared(false, true),
+        ..case(PER_EXPERT, gate_up, dtype)
+    }
+}
+
+/// The experts that each of the tokens of the grid chooses.
+fn choices(moe: &oracle::Moe) -> Vec<Vec<usize>> {
+    let (x, _) = data(9);
+    let chosen = |t| moe.route(&x.pick_rows([t])).into_iter().map(|(e, _)| e);
+    (0..9).map(|t| chosen(t).collect()).collect()
+}
+
+#[test]
+fn gpt_oss_blocks_equal_the_dense_oracle_at_every_topology() {
+    let case = gpt_oss(GateUp::Fused, DType::F32);
+    // The case clamps gates above, and up projections above and below.
+    let oracle::Glu::Clamped { limit, .. } = case.glu else {
+        panic!("the family clamps")
+    };
+    let (moe, (x, _)) = (case.oracle(), data(9));
+    let halves = moe.experts.iter().map(|mlp| mlp.halves(&x));
+    let (gates, ups): (Vec<_>, Vec<_>) = halves.map(|[gate, up]| (gate, up)).unzip();
+    let beyond = |parts: &[Matrix], of: fn(f64, f64) -> bool| {
+        let values = parts.iter().flat_map(|part| &part.values);
+        values.filter(|value| of(**value, limit)).count()
+    };
+    assert!(beyond(&gates, |v, limit| v > limit) > 9);
+    assert!(beyond(&gates, |v, limit| v < -limit) > 9);
+    assert!(beyond(&ups, |v, limit| v > limit) > 9);
+    assert!(beyond(&ups, |v, limit| v < -limit) > 9);
+
+    for place in grid().into_iter().chain(replicated()) {
+        for gate_up in [GateUp::Fused, GateUp::Separate] {
+            for dtype in [DType::F32, DType::F64] {
+                gpt_oss(gate_up, dtype).check(&place);
+            }
+        }
+    }
+}
+
+#[test]
+fn deepseek_blocks_equal_the_dense_oracle_at_every_topology() {
+    let moe = deepseek(GateUp::Fused, DType::F32, true).oracle();
+    let uncorrected = oracle::Moe {
+        correction_bias: None,
+        ..moe.clone()
+    };
+    assert_ne!(choices(&moe), choices(&uncorrected));
+    let unlimited = oracle::Moe {
+        score: oracle::Score::Sigmoid {
+            groups: 1,
+            best: 1,
+            renormalize: true,
+            scale: 2.5,
+        },
+        ..moe.clone()
+    };
+    assert_ne!(choices(&moe), choices(&unlimited));
+
+    for place in grid().into_iter().chain(replicated()).chain(dense()) {
+        for gate_up in [GateUp::Fused, GateUp::Separate] {
+            for (dtype, renormalize) in [(DType::F32, true), (DType::F64, false)] {
+                deepseek(gate_up, dtype, renormalize).check(&place);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_expert_without_tokens_is_exact_in_either_family() {
+    for base in [
+        gpt_oss(GateUp::Fused, DType::F64),
+        deepseek(GateUp::Fused, DType::F64, true),
+    ] {
+        // A bias that no token's scores outweigh takes every token away from the last expert.
+        let mut moe = base.oracle();
+        let bias = moe.router_bias.as_mut().or(moe.correction_bias.as_mut());
+        bias.unwrap().values[EXPERTS - 1] = -64.0;
+        assert!(choices(&moe).concat().iter().all(|e| *e != EXPERTS - 1));
+        for place in grid() {
+            let found = base.join(&base.found(&moe, &place), &place.topology);
+            let expected = base.expected(&moe, 9);
+            let close = |what: &str, found: &Matrix, expected: &Matrix| {
+                let name = format!("{:?}: {what}", place.topology);
+                assert_close(&name, found, expected, DType::F64, REDUCTION);
+            };
+            close("y", &found.y, &expected.y);
+            close("dx", &found.dx, &expected.dx);
+            for (found, expected) in found.experts.iter().zip(&expected.experts) {
+                close("factors", &Matrix::stack(found), &Matrix::stack(expected));
+                assert_eq!(found[EXPERTS - 1].magnitude(), 0.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_bias_counted_on_every_rank_or_dropped_and_a_missing_clamp_are_seen() {
+    let case = gpt_oss(GateUp::Fused, DType::F64);
+    let place = place(1, 1, 2, &[2, 7]);
+    let moe = case.oracle();
+    let outcome = case.join(&case.found(&moe, &place), &place.topology);
+    let (x, g) = data(9);
+
+    let with_down_bias = |times: f64| {
+        let mut moe = moe.clone();
+        for mlp in &mut moe.experts {
+            let bias = mlp.down.bias().unwrap().scaled(times);
+            mlp.down = mlp.down.clone().with_bias(bias);
+        }
+        moe.forward(&x)
+    };
+    assert_far("bias once a rank", &with_down_bias(2.0), &outcome.y);
+    assert_far("no bias", &with_down_bias(0.0), &outcome.y);
+    assert_far("bias over the ranks", &with_down_bias(0.5), &outcome.y);
+
+    let mut swiglu = moe.clone();
+    let mut unclamped = moe.clone();
+    for (swiglu, unclamped) in swiglu.experts.iter_mut().zip(&mut unclamped.experts) {
+        // A limit that nothing reaches, and up projections that are not moved by one.
+        unclamped.glu = oracle::Glu::Clamped {
+            alpha: 1.702,
+            limit: 1e9,
+        };
+        swiglu.glu = oracle::Glu::Silu;
+    }
+    assert_far("no clamp", &unclamped.forward(&x), &outcome.y);
+    assert_far(
+        "dx without a clamp",
+        &unclamped.backward(&x, &g).dx,
+        &outcome.dx,
+    );
+    assert_far("plain SwiGLU", &swiglu.forward(&x), &outcome.y);
+
+    let no_router_bias = oracle::Moe {
+        router_bias: None,
+        ..moe.clone()
+    };
+    assert_far("no router bias", &no_router_bias.forward(&x), &outcome.y);
+}
+
+#[test]
+fn a_bias_added_whole_to_each_rank_s_term_is_counted_once_a_rank() {
+    let topology = place(1, 1, 2, &[1, 1]).topology;
+    let (weight, bias) = (noise(1, 4, 4), noise(2, 1, 4));
+    let linear = oracle::Linear::new(weight.clone(), Vec::new()).with_bias(bias.clone());
+    let x = noise(3, 3, 4);
+    let found = ranks(&mock(topology), topology, |mesh| {
+        let (group, device) = (mesh.expert_tp(), Default::default());
+        let value = |_, row, column| weight.at(row, column) as f32;
+        let base: RowLinear<Ad, ExpertTp> = LinearConfig::new("down", 4, 4)
+            .with_dtype(DType::F64)
+            .init(group, value, &device)
+            .unwrap();
+        let row_bias = |_, row| bias.at(0, row) as f32;
+        let biased = base.clone().with_bias(row_bias, &device).unwrap();
+        let rows = RowGroups::whole(3);
+        let x = || group.shard(shard(&x, Axis::Columns, group.rank(), 2).tensor(DType::F64));
+        let whole = group.partial(bias.pick_rows([0; 3]).tensor(DType::F64));
+        [
+            biased.forward(x(), &rows),
+            biased.forward_suppressed(x(), &rows).reduce_from(),
+            (base.forward_suppressed(x(), &rows) + whole).reduce_from(),
+        ]
+        .map(|y| Matrix::read(y.into_tensor()))
+    });
+    let expected = linear.forward(&x);
+    for [ordinary, suppressed, wrong] in &found {
+        assert_close("ordinary", ordinary, &expected, DType::F64, 8);
+        assert_close("suppressed", suppressed, &expected, DType::F64, 8);
+        assert_far("whole bias on each rank", wrong, &expected);
+    }
+}
+
+#[test]
+fn a_correction_that_leaks_into_the_weights_or_is_missing_is_seen() {
+    let case = deepseek(GateUp::Fused, DType::F64, true);
+    let place = place(1, 2, 1, &[9, 0]);
+    let moe = case.oracle();
+    let outcome = case.join(&case.found(&moe, &place), &place.topology);
+    let (x, _) = data(9);
+    let uncorrected = oracle::Moe {
+        correction_bias: None,
+        ..moe.clone()
+    };
+    assert_far("no correction", &uncorrected.forward(&x), &outcome.y);
+
+    // The right experts with corrected scores as their weights.
+    let mut leaking = Matrix::zeros(9, HIDDEN);
+    let correction = moe.correction_bias.clone().unwrap();
+    for token in 0..9 {
+        let x = x.pick_rows([token]);
+        let chosen = moe.route(&x);
+        let score = |e: usize| {
+            let logit = x.times(&moe.router.transposed()).at(0, e);
+            1.0 / (1.0 + (-logit).exp()) + correction.at(0, e)
+        };
+        let sum: f64 = chosen.iter().map(|(e, _)| score(*e)).sum();
+        for (e, _) in chosen {
+            let y = moe.experts[e].forward(&x);
+            leaking.add_to_rows(token, &y.scaled(2.5 * score(e) / sum));
+        }
+        leaking.add_to_rows(token, &moe.shared.as_ref().unwrap().mlp.forward(&x));
+    }
+    assert_far("correction in the weights", &leaking, &outcome.y);
+}
+
+#[test]
+fn routing_weights_before_a_biased_down_projection_are_refused() {
+    let case = gpt_oss(GateUp::Fused, DType::F32);
+    let values = MlpValues::of(&case.oracle().experts);
+    let weights = MoeWeights {
+        router: &noise(1, EXPERTS, HIDDEN).to_f32(),
+        experts: values.weights(),
+        ..Default::default()
+    };
+    let config = MoeConfig::new("moe", HIDDEN, INTERMEDIATE, EXPERTS, TOP_K);
+    let (mesh, device) = (Mesh::<Ad>::solo(), Default::default());
+    let hidden = config.clone().with_weigh_at(WeighAt::Hidden);
+    assert_eq!(
+        hidden
+            .init(weights, &mesh, &device)
+            .unwrap_err()
+            .to_string(),
+        "moe: routing weights multiplied in before the down projection do not weigh its bias (choose WeighAt::Output)"
+    );
+    let mut short = weights;
+    short.experts.biases.as_mut().unwrap().down = &[0.0];
+    assert_eq!(
+        config.init(short, &mesh, &device).unwrap_err().to_string(),
+        "moe.experts.down_proj.bias: 1 values do not fill shape [4, 8] (pass the full, unsharded tensor)"
+    );
+}
+
 // ---- cases from reports ------------------------------------------------------------------------
 
 #[test]
@@ -582,14 +869,12 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
         oracle::Mlp {
             gate_up: oracle::Linear::new(noise(seed + 3, 2 * H, H), Vec::new()),
             down: oracle::Linear::new(noise(seed + 4, H, H), loras),
+            glu: oracle::Glu::Silu,
         }
     };
-    let moe = |adapted| oracle::Moe {
-        router: router.clone(),
-        score: oracle::Score::TopKFirst,
-        top_k: 1,
-        experts: vec![expert(10, adapted), expert(20, adapted)],
-        shared: None,
+    let moe = |adapted| {
+        let experts = vec![expert(10, adapted), expert(20, adapted)];
+        oracle::Moe::new(router.clone(), oracle::Score::TopKFirst, 1, experts)
     };
     let (adapted, base) = (moe(true), moe(false));
     let chosen: Vec<usize> = (0..3)
@@ -611,7 +896,7 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
             let weights = MoeWeights {
                 router: &router,
                 experts: values.weights(),
-                shared: None,
+                ..Default::default()
             };
             let mut layer = MoeConfig::new("moe", H, H, 2, 1)
                 .with_score(RouterScore::TopKThenSoftmax)

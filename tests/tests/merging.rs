@@ -100,6 +100,7 @@ fn a_layer_merges_its_shared_experts_too() {
         gate: w,
         up: w,
         down: w,
+        biases: None,
     };
     let shared_config = SharedConfig {
         intermediate: 8,
@@ -113,6 +114,7 @@ fn a_layer_merges_its_shared_experts_too() {
                 router: &router,
                 experts: mlp(&experts[..]),
                 shared: Some((mlp(&shared[..]), None)),
+                ..Default::default()
             },
             &mesh,
             &device,
@@ -181,11 +183,12 @@ fn a_layer_refuses_paths_that_it_does_not_have_and_changes_nothing() {
         gate: &w,
         up: &w,
         down: &w,
+        biases: None,
     };
     let weights = MoeWeights {
         router: &router,
         experts,
-        shared: None,
+        ..Default::default()
     };
     let mut layer = MoeConfig::new("mlp", 4, 2, 2, 1)
         .init(weights, &mesh, &device)
@@ -237,8 +240,9 @@ fn a_layer_that_cannot_merge_one_of_its_linears_merges_none() {
             gate: &w,
             up: &w,
             down: &w,
+            biases: None,
         },
-        shared: None,
+        ..Default::default()
     };
     let mut layer = MoeConfig::new("mlp", 4, 2, 2, 1)
         .init(weights, &mesh, &device)

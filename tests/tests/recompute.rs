@@ -38,13 +38,14 @@ fn train<C: CheckpointStrategy>() -> Vec<Trained> {
                 gate: &gate,
                 up: &up,
                 down: &down,
+                biases: None,
             };
             let config = LoraConfig::new(2, 4.0).with_init_b(Init::Normal { std: 0.5 });
             let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
                 let weights = MoeWeights {
                     router: &router,
                     experts,
-                    shared: None,
+                    ..Default::default()
                 };
                 let mut layer = MoeConfig::new(path, H, F, E, 2)
                     .init(weights, &mesh, &device)

@@ -180,7 +180,7 @@ proptest! {
         let weight = coarse(u64::from(seed) + 1, experts, 2);
         let logits = x.times(&weight.transposed());
         for score in SCORES {
-            let router = TopKRouter::new(weight.tensor::<Ad>(DType::F32), top_k, score);
+            let router = TopKRouter::new("gate", weight.tensor::<Ad>(DType::F32), top_k, score).unwrap();
             let routing = router.forward(x.tensor(DType::F32));
             prop_assert_eq!(routing.experts.len(), tokens * top_k);
             prop_assert_eq!(routing.weights.dims(), [tokens, top_k]);
@@ -235,13 +235,7 @@ fn routing_weights_are_the_oracle_s_for_every_score() {
         oracle::Score::TopKFirst,
     ]) {
         for top_k in [1, 2, 6] {
-            let moe = oracle::Moe {
-                router: weight.clone(),
-                score: oracle_score,
-                top_k,
-                experts: Vec::new(),
-                shared: None,
-            };
+            let moe = oracle::Moe::new(weight.clone(), oracle_score, top_k, Vec::new());
             let chosen: Vec<_> = (0..7).flat_map(|t| moe.route(&x.pick_rows([t]))).collect();
             let (experts, weights): (Vec<_>, Vec<_>) = chosen.into_iter().unzip();
             let expected = Matrix {
@@ -250,7 +244,8 @@ fn routing_weights_are_the_oracle_s_for_every_score() {
                 values: weights,
             };
             for dtype in [DType::F32, DType::F64] {
-                let router = TopKRouter::new(weight.tensor::<Ad>(dtype), top_k, score);
+                let router =
+                    TopKRouter::new("gate", weight.tensor::<Ad>(dtype), top_k, score).unwrap();
                 let routing = router.forward(x.tensor(dtype));
                 assert_eq!(routing.experts, experts);
                 let name = format!("{score:?} top {top_k}");
@@ -264,7 +259,7 @@ fn routing_weights_are_the_oracle_s_for_every_score() {
 fn weights_sum_to_one_where_they_are_normalised_and_not_elsewhere() {
     let (x, weight) = (noise(1, 7, 5), noise(2, 6, 5));
     for score in SCORES {
-        let router = TopKRouter::new(weight.tensor::<Ad>(DType::F64), 2, score);
+        let router = TopKRouter::new("gate", weight.tensor::<Ad>(DType::F64), 2, score).unwrap();
         let weights = Matrix::read(router.forward(x.tensor(DType::F64)).weights);
         for row in 0..7 {
             let sum: f64 = weights.pick_rows([row]).values.iter().sum();
@@ -277,7 +272,8 @@ fn weights_sum_to_one_where_they_are_normalised_and_not_elsewhere() {
 #[test]
 fn a_router_of_no_tokens_chooses_nothing() {
     for score in SCORES {
-        let router = TopKRouter::new(noise(2, 4, 5).tensor::<Ad>(DType::F32), 2, score);
+        let weight = noise(2, 4, 5).tensor::<Ad>(DType::F32);
+        let router = TopKRouter::new("gate", weight, 2, score).unwrap();
         let x = Matrix::zeros(0, 5).tensor::<Ad>(DType::F32).require_grad();
         let routing = router.forward(x.clone());
         assert!(routing.experts.is_empty());
@@ -290,8 +286,11 @@ fn a_router_of_no_tokens_chooses_nothing() {
 fn a_router_of_more_choices_than_experts_names_both() {
     for top_k in [0, 5] {
         let weight = noise(2, 4, 5).tensor::<Ad>(DType::F32);
-        let message = panic_message(|| TopKRouter::new(weight, top_k, SCORES[0]));
-        assert_eq!(message, format!("top_k={top_k} is not in 1..=4"));
+        let error = TopKRouter::new("gate", weight, top_k, SCORES[0]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!("gate: top_k={top_k} is not in 1..=4 (num_experts=4)")
+        );
     }
 }
 

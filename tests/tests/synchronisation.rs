@@ -273,19 +273,13 @@ const TOKENS: usize = 8;
 
 /// A layer of four experts whose adapters start from the config's own values.
 fn layer(mesh: &Mesh<Ad>, config: &LoraConfig) -> MoeLayer<Ad> {
-    let case = MlpCase {
-        hidden: HIDDEN,
-        intermediate: D,
-        experts: 4,
-        gate_up: GateUp::Fused,
-        config: *config,
-    };
+    let case = MlpCase::new([HIDDEN, D, 4], GateUp::Fused, *config);
     let (experts, router) = (case.oracle(2), noise(1, 4, HIDDEN).to_f32());
     let (values, device) = (MlpValues::of(&experts), Default::default());
     let weights = MoeWeights {
         router: &router,
         experts: values.weights(),
-        shared: None,
+        ..Default::default()
     };
     let mut layer = MoeConfig::new("moe", HIDDEN, D, 4, 2)
         .with_dtype(config.dtype)

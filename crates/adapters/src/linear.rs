@@ -9,7 +9,7 @@ use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::region::{add_into_columns, columns};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
-    Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
+    Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
 };
 
 use crate::lora::{in_f32, size_name};
@@ -116,6 +116,7 @@ impl LinearConfig {
         let weight = Weight::from_values(values, &layout, self.dtype, false, device);
         Ok(Linear {
             weight: PlacedWeight::new(weight, layout),
+            bias: None,
             adapters: Vec::new(),
             path: self.path,
             fragments: self.fragments,
@@ -130,6 +131,9 @@ impl LinearConfig {
 pub struct Linear<B: Backend, G: GroupKind, P: Placement> {
     /// The frozen weight.
     pub weight: PlacedWeight<B, G, P>,
+    /// The frozen bias as the weight `[d_out, 1]` of one more input that is always 1. It lies as
+    /// the `B` of an adapter does, so that no two ranks hold the same part of it.
+    pub bias: Option<PlacedWeight<B, G, P::Up>>,
     /// None, one for the whole output, or one a fragment.
     pub adapters: Vec<Lora<B, G, P>>,
     #[module(skip)]
@@ -153,6 +157,36 @@ pub type RowLinear<B, G> = Linear<B, G, Row>;
 pub type ReplicatedLinear<B, G> = Linear<B, G, Whole>;
 
 impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
+    /// The same linear with a frozen bias, whose full element for `(expert, row)` is `value`.
+    /// Expert and row are global indices. Merging leaves it as it is.
+    ///
+    /// # Errors
+    ///
+    /// When the group does not divide `d_out`: each rank of a row-parallel linear adds the bias
+    /// to its own slice of the sum, which counts it once.
+    pub fn with_bias(
+        mut self,
+        mut value: impl FnMut(usize, usize) -> f32,
+        device: &B::Device,
+    ) -> Result<Self, AdapterError> {
+        let layout = WeightLayout {
+            d_in: 1,
+            axis: P::Up::AXIS,
+            ..self.weight.layout().clone()
+        };
+        layout
+            .check("d_out", size_name(G::NAME))
+            .map_err(|reason| AdapterError::Topology {
+                path: format!("{}.bias", self.path),
+                reason,
+            })?;
+        let values = layout.gather(|expert, row, _| value(expert, row));
+        let dtype = self.weight.weight.dtype();
+        let weight = Weight::from_values(values, &layout, dtype, false, device);
+        self.bias = Some(PlacedWeight::new(weight, layout));
+        Ok(self)
+    }
+
     /// What an adapter can be put on: the fragments where there are any, and the whole.
     pub fn targets(&self) -> Vec<&str> {
         std::iter::once(&self.path)
@@ -266,7 +300,7 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
         let x = x.into_fanout();
-        let mut y = self.weight.forward(x.clone(), rows);
+        let mut y = self.base(x.clone(), rows);
         for lora in &self.adapters {
             let delta = lora.forward(x.clone(), rows);
             y = match self.columns(lora) {
@@ -296,7 +330,7 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
             self.path
         );
         let x = x.into_fanout();
-        let mut y = self.weight.forward(x.clone(), rows);
+        let mut y = self.base(x.clone(), rows);
         let mut own = [const { None }; N];
         for lora in &self.adapters {
             let delta = lora.forward(x.clone(), rows);
@@ -318,6 +352,14 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
             }
         })
     }
+
+    fn base(&self, x: Fanout<B, G>, rows: &RowGroups) -> Sharded<B, G> {
+        let y = self.weight.forward(x.clone(), rows);
+        match &self.bias {
+            None => y,
+            Some(bias) => y + bias.forward(x.map(|x| ones(&x)), rows),
+        }
+    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
@@ -332,7 +374,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         rows: &RowGroups,
     ) -> Replicated<B, G> {
         let x = x.into_sharded();
-        let mut y = self.weight.forward(x.clone(), rows).reduce_from();
+        let mut y = self.base(x.clone(), rows).reduce_from();
         for lora in &self.adapters {
             y = y + lora.forward(x.clone(), rows).gather_from();
         }
@@ -350,7 +392,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         rows: &RowGroups,
     ) -> Partial<B, G> {
         let x = x.into_sharded();
-        let mut y = self.weight.forward(x.clone(), rows);
+        let mut y = self.base(x.clone(), rows);
         for lora in &self.adapters {
             y = y + lora.forward(x.clone(), rows).embed();
         }
@@ -371,6 +413,18 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
     ) -> Sharded<B, G, Tokens> {
         self.forward_suppressed(x, rows).reduce_scatter(sizes)
     }
+
+    /// The bias is in the terms once: each rank adds its own slice of it.
+    fn base(&self, x: Sharded<B, G>, rows: &RowGroups) -> Partial<B, G> {
+        let y = self.weight.forward(x.clone(), rows);
+        match &self.bias {
+            None => y,
+            Some(bias) => {
+                let one = x.group().fanout(ones(x.tensor()));
+                y + bias.forward(one, rows).embed()
+            }
+        }
+    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
@@ -382,9 +436,17 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
         let x = x.into_replicated();
         let mut y = self.weight.forward(x.clone(), rows);
+        if let Some(bias) = &self.bias {
+            y = y + bias.forward(x.clone().map(|x| ones(&x)), rows);
+        }
         for lora in &self.adapters {
             y = y + lora.forward(x.clone(), rows);
         }
         y
     }
+}
+
+/// The input `[T, 1]` of a bias.
+fn ones<B: Backend>(x: &Tensor<B, 2>) -> Tensor<B, 2> {
+    Tensor::ones([x.dims()[0], 1], (&x.device(), x.dtype()))
 }

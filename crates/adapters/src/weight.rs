@@ -79,6 +79,14 @@ impl<B: Backend> Weight<B> {
         }
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::One(weight) => weight.val().dtype(),
+            Self::PerExpert(weight) => weight.val().dtype(),
+        }
+    }
+
     /// Number of local values.
     pub fn len(&self) -> usize {
         match self {

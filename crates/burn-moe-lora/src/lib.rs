@@ -17,8 +17,8 @@
 //! let topology = TopologyConfig::new(4).with_ep(2).with_etp(2).init()?;
 //! MockWorld::new(4).run_result(|rank| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
 //!     let (mesh, device) = (Mesh::<B>::new(topology, &rank)?, Default::default());
-//!     let experts = MlpWeights { gate: &w, up: &w, down: &w };
-//!     let weights = MoeWeights { router: &router, experts, shared: None };
+//!     let experts = MlpWeights { gate: &w, up: &w, down: &w, biases: None };
+//!     let weights = MoeWeights { router: &router, experts, ..Default::default() };
 //!     let mut layer = MoeConfig::new("mlp", 16, 32, 8, 2).init(weights, &mesh, &device)?;
 //!     let paths = Targets::new(["gate_up_proj", "down_proj"]).select(&layer.targets(GateUp::Fused))?;
 //!     layer.adapt(&paths, &LoraConfig::new(4, 8.0), &device)?;
@@ -64,8 +64,8 @@ pub mod prelude {
         sync_gradients,
     };
     pub use moe_lora_experts::{
-        GateUp, MlpConfig, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig,
-        WeighAt,
+        GateUp, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer, MoeWeights,
+        RouterScore, SharedConfig, WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
     pub use moe_lora_parallel::{

@@ -29,6 +29,32 @@ pub enum ExpertsError {
         /// Experts.
         num_experts: usize,
     },
+    /// The best groups of experts hold too few of them, or there are not so many groups.
+    #[error(
+        "{path}: topk_group={topk_group} is not in {least}..={n_group} (n_group={n_group} groups of {size} experts, top_k={top_k})"
+    )]
+    TopkGroup {
+        /// The router.
+        path: String,
+        /// Groups that a token chooses its experts from.
+        topk_group: usize,
+        /// Groups.
+        n_group: usize,
+        /// Experts of a group.
+        size: usize,
+        /// Experts a token.
+        top_k: usize,
+        /// Groups that hold `top_k` experts.
+        least: usize,
+    },
+    /// Routing weights before a down projection with a bias.
+    #[error(
+        "{path}: routing weights multiplied in before the down projection do not weigh its bias (choose WeighAt::Output)"
+    )]
+    UnweighedBias {
+        /// The layer.
+        path: String,
+    },
     /// A weight of another size.
     #[error(
         "{path}: {found} values do not fill shape {expected:?} (pass the full, unsharded tensor)"

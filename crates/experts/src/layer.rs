@@ -7,11 +7,12 @@ use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TrainedWeight}
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
 use crate::{
-    Dispatch, ExpertsError, GateUp, MlpConfig, MlpWeights, RouterScore, Routing, SharedExperts,
-    SwigluMlp, TopKRouter,
+    Dispatch, ExpertsError, GateUp, GluActivation, MlpConfig, MlpWeights, RouterScore, Routing,
+    SharedExperts, SwigluMlp, TopKRouter,
 };
 
-/// Where the routing weights are multiplied in. The two agree but for rounding.
+/// Where the routing weights are multiplied in. The two agree but for rounding, and where experts
+/// have biases only the first is right.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeighAt {
     /// On the way back, after the down projection.
@@ -40,16 +41,22 @@ pub struct MoeConfig {
     num_experts: usize,
     top_k: usize,
     score: RouterScore,
+    activation: GluActivation,
     weigh_at: WeighAt,
     shared: Option<SharedConfig>,
     dtype: DType,
 }
 
-/// Full, unsharded weights of a layer in row-major order.
-#[derive(Clone, Copy, Debug)]
+/// Full, unsharded weights of a layer in row-major order. Those that a family does not have are
+/// left to `..Default::default()`.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct MoeWeights<'a> {
     /// Router `[E, H]`.
     pub router: &'a [f32],
+    /// `[E]`, added to the logits (GPT-OSS).
+    pub router_bias: Option<&'a [f32]>,
+    /// `[E]`, added to the scores for the choice of experts alone (DeepSeek-V3).
+    pub correction_bias: Option<&'a [f32]>,
     /// Experts.
     pub experts: MlpWeights<'a>,
     /// Shared experts and their gate `[1, H]`.
@@ -57,7 +64,7 @@ pub struct MoeWeights<'a> {
 }
 
 impl MoeConfig {
-    /// `H`, `F`, `E` and `K` of a layer; softmax, then top-k without renormalising; f32.
+    /// `H`, `F`, `E` and `K` of a layer; softmax, then top-k without renormalising; SwiGLU; f32.
     pub fn new(
         path: impl Into<String>,
         hidden: usize,
@@ -72,6 +79,7 @@ impl MoeConfig {
             num_experts,
             top_k,
             score: RouterScore::SoftmaxThenTopK { renormalize: false },
+            activation: GluActivation::Swiglu,
             weigh_at: WeighAt::Output,
             shared: None,
             dtype: DType::F32,
@@ -81,6 +89,12 @@ impl MoeConfig {
     /// How logits become weights.
     pub fn with_score(mut self, score: RouterScore) -> Self {
         self.score = score;
+        self
+    }
+
+    /// The activation of the experts, shared ones included.
+    pub fn with_activation(mut self, activation: GluActivation) -> Self {
+        self.activation = activation;
         self
     }
 
@@ -106,8 +120,9 @@ impl MoeConfig {
     ///
     /// # Errors
     ///
-    /// When a weight has another size, when `top_k` is out of range, when EP does not divide `E`,
-    /// or when ETP or TP does not divide `F`. Every rank of the mesh gets the same error.
+    /// When a weight has another size, when `top_k` or a group limit is out of range, when EP does
+    /// not divide `E`, when ETP or TP does not divide `F`, or when routing weights would leave a
+    /// bias unweighed. Every rank of the mesh gets the same error.
     pub fn init<B: ParallelBackend>(
         &self,
         weights: MoeWeights<'_>,
@@ -115,13 +130,9 @@ impl MoeConfig {
         device: &B::Device,
     ) -> Result<MoeLayer<B>, ExpertsError> {
         let path = || self.path.clone();
-        let (hidden, num_experts, top_k) = (self.hidden, self.num_experts, self.top_k);
-        if !(1..=num_experts).contains(&top_k) {
-            return Err(ExpertsError::TopK {
-                path: path(),
-                top_k,
-                num_experts,
-            });
+        let (hidden, num_experts) = (self.hidden, self.num_experts);
+        if self.weigh_at == WeighAt::Hidden && weights.experts.biases.is_some() {
+            return Err(ExpertsError::UnweighedBias { path: path() });
         }
         let local = mesh
             .topology()
@@ -130,24 +141,37 @@ impl MoeConfig {
                 path: path(),
                 reason,
             })?;
-        let matrix = |name: &str, values: &[f32], rows: usize| {
-            if values.len() != rows * hidden {
+        let matrix = |name: &str, values: &[f32], shape: [usize; 2], dtype: DType| {
+            if values.len() != shape[0] * shape[1] {
                 return Err(ExpertsError::Shape {
                     path: format!("{}.{name}", self.path),
                     found: values.len(),
-                    expected: vec![rows, hidden],
+                    expected: shape.into(),
                 });
             }
-            let data = TensorData::new(values.to_vec(), [rows, hidden]);
-            Ok(Tensor::<B, 2>::from_data(data, (device, self.dtype)))
+            let data = TensorData::new(values.to_vec(), shape);
+            Ok(Tensor::<B, 2>::from_data(data, (device, dtype)))
+        };
+        let vector = |name: &str, values: Option<&[f32]>, dtype| {
+            let row = |values| matrix(name, values, [1, num_experts], dtype);
+            values.map(row).transpose()
         };
         let router = TopKRouter::new(
-            matrix("gate", weights.router, num_experts)?,
-            top_k,
+            &format!("{}.gate", self.path),
+            matrix("gate", weights.router, [num_experts, hidden], self.dtype)?,
+            self.top_k,
             self.score,
-        );
+        )?
+        .with_bias(vector("gate.bias", weights.router_bias, self.dtype)?)
+        // Model files keep it in f32 beside weights of half precision.
+        .with_correction_bias(vector(
+            "gate.e_score_correction_bias",
+            weights.correction_bias,
+            DType::F32,
+        )?);
         let experts = MlpConfig::new(format!("{}.experts", self.path), hidden, self.intermediate)
             .with_experts(num_experts, local)
+            .with_activation(self.activation)
             .with_dtype(self.dtype)
             .init(weights.experts, mesh.expert_tp(), device)?;
         let shared = match (self.shared, weights.shared) {
@@ -156,10 +180,11 @@ impl MoeConfig {
                 let path = format!("{}.shared_expert", self.path);
                 Some(SharedExperts {
                     mlp: MlpConfig::new(path, hidden, config.intermediate)
+                        .with_activation(self.activation)
                         .with_dtype(self.dtype)
                         .init(mlp, mesh.tp(), device)?,
                     gate: gate
-                        .map(|gate| matrix("shared_expert_gate", gate, 1))
+                        .map(|gate| matrix("shared_expert_gate", gate, [1, hidden], self.dtype))
                         .transpose()?
                         .map(|gate| Param::from_tensor(gate).set_require_grad(false)),
                 })

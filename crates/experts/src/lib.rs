@@ -4,6 +4,7 @@
 //! the [`SwigluMlp`] of the experts with their collectives suppressed, and sums the terms on the
 //! way back. [`SharedExperts`] run beside it on the dense tensor parallel group.
 
+mod activation;
 mod dispatcher;
 mod error;
 mod layer;
@@ -11,9 +12,10 @@ mod mlp;
 mod router;
 mod shared;
 
+pub use activation::GluActivation;
 pub use dispatcher::Dispatch;
 pub use error::ExpertsError;
 pub use layer::{MoeConfig, MoeLayer, MoeWeights, SharedConfig, WeighAt};
-pub use mlp::{GateUp, MlpConfig, MlpWeights, SwigluMlp};
+pub use mlp::{GateUp, MlpBiases, MlpConfig, MlpWeights, SwigluMlp};
 pub use router::{RouterScore, Routing, TopKRouter};
 pub use shared::SharedExperts;

@@ -1,11 +1,10 @@
-//! The SwiGLU MLP, of many experts or of one.
+//! The gated MLP, of many experts or of one.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use burn::module::Module;
 use burn::tensor::DType;
-use burn::tensor::activation::silu;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::{
     AdapterBackend, AdapterError, ColumnLinear, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
@@ -16,7 +15,7 @@ use moe_lora_parallel::{
     Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
 };
 
-use crate::ExpertsError;
+use crate::{ExpertsError, GluActivation};
 
 /// Whether gate and up have one adapter or one each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,13 +27,26 @@ pub enum GateUp {
 }
 
 /// Full, unsharded weights of an MLP in row-major order; `E` is 1 for an MLP of one expert.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct MlpWeights<'a> {
     /// `[E, F, H]`.
     pub gate: &'a [f32],
     /// `[E, F, H]`.
     pub up: &'a [f32],
     /// `[E, H, F]`.
+    pub down: &'a [f32],
+    /// Of all three linears or of none.
+    pub biases: Option<MlpBiases<'a>>,
+}
+
+/// Full, unsharded biases of an MLP in row-major order.
+#[derive(Clone, Copy, Debug)]
+pub struct MlpBiases<'a> {
+    /// `[E, F]`.
+    pub gate: &'a [f32],
+    /// `[E, F]`.
+    pub up: &'a [f32],
+    /// `[E, H]`.
     pub down: &'a [f32],
 }
 
@@ -45,17 +57,19 @@ pub struct MlpConfig {
     hidden: usize,
     intermediate: usize,
     experts: Option<(usize, Range<usize>)>,
+    activation: GluActivation,
     dtype: DType,
 }
 
 impl MlpConfig {
-    /// `H` and `F` of an MLP that serves all rows, f32.
+    /// `H` and `F` of an MLP that serves all rows, SwiGLU, f32.
     pub fn new(path: impl Into<String>, hidden: usize, intermediate: usize) -> Self {
         Self {
             path: path.into(),
             hidden,
             intermediate,
             experts: None,
+            activation: GluActivation::Swiglu,
             dtype: DType::F32,
         }
     }
@@ -63,6 +77,12 @@ impl MlpConfig {
     /// One MLP for each expert: `global` of them, of which this rank holds `local`.
     pub fn with_experts(mut self, global: usize, local: Range<usize>) -> Self {
         self.experts = Some((global, local));
+        self
+    }
+
+    /// What stands between gate, up and down.
+    pub fn with_activation(mut self, activation: GluActivation) -> Self {
+        self.activation = activation;
         self
     }
 
@@ -76,7 +96,8 @@ impl MlpConfig {
     ///
     /// # Errors
     ///
-    /// When a weight has another size, or when the group does not divide `F`.
+    /// When a weight or bias has another size, or when the group does not divide `F`, or `H`
+    /// where there are biases.
     pub fn init<B: ParallelBackend, G: GroupKind>(
         &self,
         weights: MlpWeights<'_>,
@@ -85,16 +106,24 @@ impl MlpConfig {
     ) -> Result<SwigluMlp<B, G>, ExpertsError> {
         let (h, f) = (self.hidden, self.intermediate);
         let global = self.experts.as_ref().map_or(1, |(global, _)| *global);
-        for (name, values, expected) in [
-            ("gate_proj", weights.gate, [global, f, h]),
-            ("up_proj", weights.up, [global, f, h]),
-            ("down_proj", weights.down, [global, h, f]),
-        ] {
+        let mut sizes = vec![
+            ("gate_proj", weights.gate, vec![global, f, h]),
+            ("up_proj", weights.up, vec![global, f, h]),
+            ("down_proj", weights.down, vec![global, h, f]),
+        ];
+        if let Some(biases) = weights.biases {
+            sizes.extend([
+                ("gate_proj.bias", biases.gate, vec![global, f]),
+                ("up_proj.bias", biases.up, vec![global, f]),
+                ("down_proj.bias", biases.down, vec![global, h]),
+            ]);
+        }
+        for (name, values, expected) in sizes {
             if values.len() != expected.iter().product::<usize>() {
                 return Err(ExpertsError::Shape {
                     path: format!("{}.{name}", self.path),
                     found: values.len(),
-                    expected: expected.into(),
+                    expected,
                 });
             }
         }
@@ -112,23 +141,36 @@ impl MlpConfig {
         };
         let down = |e: usize, row: usize, column: usize| weights.down[(e * h + row) * f + column];
         let fragments = ["gate_proj", "up_proj"].map(|name| format!("{}.{name}", self.path));
-        Ok(SwigluMlp {
+        let mut mlp = SwigluMlp {
             gate_up: linear("gate_up_proj", h, 2 * f)
                 .with_fragments(fragments)
                 .init(group, gate_up, device)?,
             down: linear("down_proj", f, h).init(group, down, device)?,
+            activation: self.activation,
             group: PhantomData,
-        })
+        };
+        if let Some(biases) = weights.biases {
+            let gate_up = |expert: usize, row: usize| match row.checked_sub(f) {
+                None => biases.gate[expert * f + row],
+                Some(row) => biases.up[expert * f + row],
+            };
+            let down = |expert: usize, row: usize| biases.down[expert * h + row];
+            mlp.gate_up = mlp.gate_up.with_bias(gate_up, device)?;
+            mlp.down = mlp.down.with_bias(down, device)?;
+        }
+        Ok(mlp)
     }
 }
 
-/// `down(silu(gate x) * up x)` with a column-parallel gate/up and a row-parallel down projection.
+/// `down(activation(gate x, up x))` with a column-parallel gate/up and a row-parallel down projection.
 #[derive(Module, Debug)]
 pub struct SwigluMlp<B: Backend, G: GroupKind> {
     /// `[2F, H]`, gate rows before up rows, each sharded by itself.
     pub gate_up: ColumnLinear<B, G>,
     /// `[H, F]`.
     pub down: RowLinear<B, G>,
+    #[module(skip)]
+    activation: GluActivation,
     #[module(skip)]
     group: PhantomData<G>,
 }
@@ -187,7 +229,7 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
         let [gate, up] = self.gate_up.forward_fragments(x, rows);
         let group = gate.group().clone();
         let (gate, up) = (gate.into_tensor(), up.into_tensor());
-        group.shard(silu(gate) * up)
+        group.shard(self.activation.forward(gate, up))
     }
 
     /// `[T, H] -> [T, H]`, each rank its own term: the caller sums.

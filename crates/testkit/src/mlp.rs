@@ -1,7 +1,7 @@
 //! MLPs with adapters, once for the oracle and once for the library.
 
 use moe_lora_adapters::{Activation, Lora, LoraConfig, Placement, Sharing};
-use moe_lora_experts::{GateUp, MlpWeights, SwigluMlp};
+use moe_lora_experts::{GateUp, GluActivation, MlpBiases, MlpWeights, SwigluMlp};
 use moe_lora_parallel::GroupKind;
 
 use crate::{Ad, Axis, Matrix, Noise, oracle};
@@ -19,6 +19,10 @@ pub struct MlpCase {
     pub gate_up: GateUp,
     /// The adapters.
     pub config: LoraConfig,
+    /// Whether every linear has a bias.
+    pub biased: bool,
+    /// The activation.
+    pub glu: oracle::Glu,
 }
 
 /// Full weights of the library's kind.
@@ -27,26 +31,33 @@ pub struct MlpValues {
     gate: Vec<f32>,
     up: Vec<f32>,
     down: Vec<f32>,
+    /// Of gate, up and down.
+    biases: Option<[Vec<f32>; 3]>,
 }
 
 impl MlpValues {
     /// The weights of these MLPs, without their adapters.
     pub fn of(experts: &[oracle::Mlp]) -> Self {
-        let half = |part: usize| {
+        let half = |of: fn(&oracle::Linear) -> Option<Matrix>, part: usize| {
             let rows = |mlp: &oracle::Mlp| {
-                let weight = mlp.gate_up.weight();
+                let weight = of(&mlp.gate_up)?;
                 let half = weight.rows / 2;
-                weight.pick_rows(part * half..(part + 1) * half).to_f32()
+                Some(weight.pick_rows(part * half..(part + 1) * half).to_f32())
             };
-            experts.iter().flat_map(rows).collect()
+            experts.iter().map(rows).collect::<Option<Vec<_>>>()
         };
+        let down = |of: fn(&oracle::Linear) -> Option<Matrix>| {
+            let rows = |mlp: &oracle::Mlp| of(&mlp.down).map(|weight| weight.to_f32());
+            experts.iter().map(rows).collect::<Option<Vec<_>>>()
+        };
+        let parts = |of| Some([half(of, 0)?, half(of, 1)?, down(of)?].map(|part| part.concat()));
+        let [gate, up, down] =
+            parts(|linear| Some(linear.weight().clone())).expect("every linear has a weight");
         Self {
-            gate: half(0),
-            up: half(1),
-            down: experts
-                .iter()
-                .flat_map(|mlp| mlp.down.weight().to_f32())
-                .collect(),
+            gate,
+            up,
+            down,
+            biases: parts(|linear| linear.bias().map(Matrix::transposed)),
         }
     }
 
@@ -56,6 +67,10 @@ impl MlpValues {
             gate: &self.gate,
             up: &self.up,
             down: &self.down,
+            biases: self
+                .biases
+                .as_ref()
+                .map(|[gate, up, down]| MlpBiases { gate, up, down }),
         }
     }
 }
@@ -67,6 +82,23 @@ pub fn scale(config: &LoraConfig) -> f64 {
 }
 
 impl MlpCase {
+    /// Experts of these extents with SwiGLU and without biases.
+    pub fn new(
+        [hidden, intermediate, experts]: [usize; 3],
+        gate_up: GateUp,
+        config: LoraConfig,
+    ) -> Self {
+        Self {
+            hidden,
+            intermediate,
+            experts,
+            gate_up,
+            config,
+            biased: false,
+            glu: oracle::Glu::Silu,
+        }
+    }
+
     /// The MLP of each expert, with noise in every weight and factor.
     pub fn oracle(&self, seed: u64) -> Vec<oracle::Mlp> {
         let mut noise = Noise::new(seed);
@@ -95,11 +127,29 @@ impl MlpCase {
         let mut noise = Noise::new(seed + 1);
         adapters
             .into_iter()
-            .map(|[gate_up, down]| oracle::Mlp {
-                gate_up: oracle::Linear::new(noise.matrix(2 * f, h), gate_up),
-                down: oracle::Linear::new(noise.matrix(h, f), down),
+            .map(|[gate_up, down]| {
+                let mut linear = |d_out, d_in, loras| {
+                    let linear = oracle::Linear::new(noise.matrix(d_out, d_in), loras);
+                    match self.biased {
+                        true => linear.with_bias(noise.matrix(1, d_out)),
+                        false => linear,
+                    }
+                };
+                oracle::Mlp {
+                    gate_up: linear(2 * f, h, gate_up),
+                    down: linear(h, f, down),
+                    glu: self.glu,
+                }
             })
             .collect()
+    }
+
+    /// The library's name of the activation.
+    pub fn activation(&self) -> GluActivation {
+        match self.glu {
+            oracle::Glu::Silu => GluActivation::Swiglu,
+            oracle::Glu::Clamped { alpha, limit } => GluActivation::ClampedSwiglu { alpha, limit },
+        }
     }
 
     /// Puts the oracle's adapters on the library's MLP.

@@ -6,5 +6,5 @@ mod mlp;
 mod moe;
 
 pub use linear::{Linear, LinearGrads, Lora};
-pub use mlp::{Mlp, MlpGrads};
+pub use mlp::{Glu, Mlp, MlpGrads};
 pub use moe::{Moe, MoeGrads, Score, Shared};

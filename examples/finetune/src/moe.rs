@@ -98,8 +98,10 @@ fn load_layer<B: ParallelBackend>(
             gate: experts.gate.data(),
             up: experts.up.data(),
             down: experts.down.data(),
+            biases: None,
         },
         shared: shared.as_ref().map(SharedTensors::weights),
+        ..Default::default()
     };
     Ok(block.init(weights, mesh, device)?)
 }
@@ -142,6 +144,7 @@ impl SharedTensors {
             gate: self.gate_proj.data(),
             up: self.up_proj.data(),
             down: self.down_proj.data(),
+            biases: None,
         };
         (mlp, Some(self.gate.data()))
     }

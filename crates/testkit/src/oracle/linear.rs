@@ -17,10 +17,11 @@ pub struct Lora {
     pub first_row: usize,
 }
 
-/// `y = x W'^T` with `W' = W + s B A`.
+/// `y = x W'^T + b` with `W' = W + s B A`.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Matrix,
+    bias: Option<Matrix>,
     folded: Matrix,
     loras: Vec<Lora>,
 }
@@ -43,9 +44,21 @@ impl Linear {
         }
         Self {
             weight,
+            bias: None,
             folded,
             loras,
         }
+    }
+
+    /// The same with a bias `[1, d_out]`.
+    pub fn with_bias(mut self, bias: Matrix) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// The bias.
+    pub fn bias(&self) -> Option<&Matrix> {
+        self.bias.as_ref()
     }
 
     /// The weight without its adapters.
@@ -66,6 +79,9 @@ impl Linear {
     /// `[T, d_in] -> [T, d_out]`.
     pub fn forward(&self, x: &Matrix) -> Matrix {
         let mut y = x.times(&self.folded.transposed());
+        if let Some(bias) = &self.bias {
+            y = Matrix::build(y.rows, y.columns, |i, j| y.at(i, j) + bias.at(0, j));
+        }
         for lora in self.loras.iter().filter(|lora| lora.silu) {
             let z = x.times(&lora.a.transposed()).map(silu);
             let delta = z.times(&lora.b.transposed()).scaled(lora.scale);
@@ -139,7 +155,7 @@ mod tests {
                     silu,
                     first_row: 2,
                 };
-                Linear::new(noise(3, 6, 4), vec![lora])
+                Linear::new(noise(3, 6, 4), vec![lora]).with_bias(noise(6, 1, 6))
             };
             let (a, b) = (noise(4, 2, 4), noise(5, 3, 2));
             let grads = linear(&a, &b).backward(&x, &dy);

@@ -1,16 +1,60 @@
-//! The SwiGLU MLP.
+//! The gated MLP.
 
 use super::Linear;
-use super::linear::{silu, silu_slope};
+use super::linear::{sigmoid, silu, silu_slope};
 use crate::Matrix;
 
-/// `down(silu(gate x) * up x)`, gate above up in one weight.
+/// What the down projection reads of gate and up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Glu {
+    /// `silu(gate) * up`.
+    Silu,
+    /// `g / (1 + e^(-alpha g)) * (u + 1)`, `g = min(gate, limit)`, `u = clamp(up, -limit, limit)`.
+    Clamped {
+        /// Slope.
+        alpha: f64,
+        /// Bound.
+        limit: f64,
+    },
+}
+
+impl Glu {
+    fn value(self, gate: f64, up: f64) -> f64 {
+        match self {
+            Self::Silu => silu(gate) * up,
+            Self::Clamped { alpha, limit } => {
+                let gate = gate.min(limit);
+                gate * sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1.0)
+            }
+        }
+    }
+
+    /// Derivatives by gate and by up.
+    fn slopes(self, gate: f64, up: f64) -> [f64; 2] {
+        match self {
+            Self::Silu => [silu_slope(gate) * up, silu(gate)],
+            Self::Clamped { alpha, limit } => {
+                let inside = |inside: bool, slope| if inside { slope } else { 0.0 };
+                let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
+                let s = sigmoid(alpha * g);
+                [
+                    inside(gate <= limit, s * (1.0 + alpha * g * (1.0 - s)) * (u + 1.0)),
+                    inside(up.abs() <= limit, g * s),
+                ]
+            }
+        }
+    }
+}
+
+/// `down(glu(gate x, up x))`, gate above up in one weight.
 #[derive(Clone, Debug)]
 pub struct Mlp {
     /// `[2F, H]`.
     pub gate_up: Linear,
     /// `[H, F]`.
     pub down: Linear,
+    /// What stands between them.
+    pub glu: Glu,
 }
 
 /// Gradients of an [`Mlp`].
@@ -31,10 +75,11 @@ impl Mlp {
     /// `[T, H] -> [T, F]`.
     pub fn hidden(&self, x: &Matrix) -> Matrix {
         let [gate, up] = self.halves(x);
-        gate.zip(&up, |gate, up| silu(gate) * up)
+        gate.zip(&up, |gate, up| self.glu.value(gate, up))
     }
 
-    fn halves(&self, x: &Matrix) -> [Matrix; 2] {
+    /// The gate and up projections of `[T, H]`, `[T, F]` each.
+    pub fn halves(&self, x: &Matrix) -> [Matrix; 2] {
         let y = self.gate_up.forward(x);
         let half = y.columns / 2;
         [y.columns(0..half), y.columns(half..2 * half)]
@@ -46,8 +91,8 @@ impl Mlp {
         let down = self.down.backward(&self.hidden(x), dy);
         let half = gate.columns;
         let d_gate_up = Matrix::build(x.rows, 2 * half, |i, j| match j.checked_sub(half) {
-            None => down.dx.at(i, j) * up.at(i, j) * silu_slope(gate.at(i, j)),
-            Some(j) => down.dx.at(i, j) * silu(gate.at(i, j)),
+            None => down.dx.at(i, j) * self.glu.slopes(gate.at(i, j), up.at(i, j))[0],
+            Some(j) => down.dx.at(i, j) * self.glu.slopes(gate.at(i, j), up.at(i, j))[1],
         });
         let mut grads = self.gate_up.backward(x, &d_gate_up);
         grads.factors.extend(down.factors);

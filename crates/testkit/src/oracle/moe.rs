@@ -6,7 +6,7 @@ use super::{Mlp, MlpGrads};
 use crate::Matrix;
 
 /// How logits become the weights of the chosen experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Score {
     /// Softmax over all experts, then the largest.
     Softmax,
@@ -14,6 +14,18 @@ pub enum Score {
     Renormalized,
     /// The largest logits, then softmax over them.
     TopKFirst,
+    /// The sigmoid of each logit; experts of the best groups alone, a group's score being the sum
+    /// of its two largest.
+    Sigmoid {
+        /// Number of equal groups.
+        groups: usize,
+        /// Number of those that count.
+        best: usize,
+        /// Divide the chosen scores by their sum.
+        renormalize: bool,
+        /// Multiplies the weights.
+        scale: f64,
+    },
 }
 
 /// Experts that every token passes.
@@ -30,6 +42,10 @@ pub struct Shared {
 pub struct Moe {
     /// `[E, H]`, frozen.
     pub router: Matrix,
+    /// `[1, E]`, frozen: added to the logits.
+    pub router_bias: Option<Matrix>,
+    /// `[1, E]`, frozen: added to the scores for the choice alone.
+    pub correction_bias: Option<Matrix>,
     /// How logits become weights.
     pub score: Score,
     /// `K`.
@@ -59,26 +75,73 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
 }
 
 impl Moe {
-    /// The chosen experts and their weights of one token `[1, H]`, the largest first.
+    /// A layer without router biases and shared experts.
+    pub fn new(router: Matrix, score: Score, top_k: usize, experts: Vec<Mlp>) -> Self {
+        Self {
+            router,
+            router_bias: None,
+            correction_bias: None,
+            score,
+            top_k,
+            experts,
+            shared: None,
+        }
+    }
+
+    fn logits(&self, x: &Matrix) -> Vec<f64> {
+        let logits = x.times(&self.router.transposed());
+        match &self.router_bias {
+            None => logits.values,
+            Some(bias) => logits.plus(bias).values,
+        }
+    }
+
+    /// The chosen experts and their weights of one token `[1, H]`, the largest score first.
     pub fn route(&self, x: &Matrix) -> Vec<(usize, f64)> {
-        let logits = x.times(&self.router.transposed()).values;
-        let mut chosen: Vec<usize> = (0..logits.len()).collect();
-        chosen.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
-        chosen.truncate(self.top_k);
-        let weights = match self.score {
-            Score::TopKFirst => {
-                let logits: Vec<f64> = chosen.iter().map(|e| logits[*e]).collect();
-                softmax(&logits)
-            }
-            Score::Softmax | Score::Renormalized => {
-                let p = softmax(&logits);
-                let p: Vec<f64> = chosen.iter().map(|e| p[*e]).collect();
-                let sum = if self.score == Score::Softmax {
-                    1.0
-                } else {
-                    p.iter().sum()
+        let logits = self.logits(x);
+        let scores: Vec<f64> = match self.score {
+            Score::TopKFirst => logits,
+            Score::Softmax | Score::Renormalized => softmax(&logits),
+            Score::Sigmoid { .. } => logits.into_iter().map(sigmoid).collect(),
+        };
+        let corrected: Vec<f64> = match &self.correction_bias {
+            None => scores.clone(),
+            Some(bias) => scores
+                .iter()
+                .zip(&bias.values)
+                .map(|(s, b)| s + b)
+                .collect(),
+        };
+        let mut chosen: Vec<usize> = match self.score {
+            Score::Sigmoid { groups, best, .. } => {
+                let size = corrected.len() / groups;
+                let two_best = |group: &usize| {
+                    let mut scores = corrected[group * size..(group + 1) * size].to_vec();
+                    scores.sort_by(|a, b| b.total_cmp(a));
+                    scores[0] + scores[1]
                 };
-                p.iter().map(|p| p / sum).collect()
+                let mut groups: Vec<usize> = (0..groups).collect();
+                groups.sort_by(|a, b| two_best(b).total_cmp(&two_best(a)));
+                groups.truncate(best);
+                (0..corrected.len())
+                    .filter(|e| groups.contains(&(e / size)))
+                    .collect()
+            }
+            _ => (0..corrected.len()).collect(),
+        };
+        chosen.sort_by(|a, b| corrected[*b].total_cmp(&corrected[*a]));
+        chosen.truncate(self.top_k);
+        let own: Vec<f64> = chosen.iter().map(|e| scores[*e]).collect();
+        let sum: f64 = own.iter().sum();
+        let weights: Vec<f64> = match self.score {
+            Score::TopKFirst => softmax(&own),
+            Score::Softmax => own,
+            Score::Renormalized => own.iter().map(|p| p / sum).collect(),
+            Score::Sigmoid {
+                renormalize, scale, ..
+            } => {
+                let by = if renormalize { sum + 1e-20 } else { 1.0 };
+                own.iter().map(|s| s / by * scale).collect()
             }
         };
         chosen.into_iter().zip(weights).collect()
@@ -138,7 +201,8 @@ impl Moe {
 
     /// `[1, E]`.
     fn d_logits(&self, x: &Matrix, chosen: &[(usize, f64)], d_weights: &[f64]) -> Matrix {
-        let p = softmax(&x.times(&self.router.transposed()).values);
+        let logits = self.logits(x);
+        let p = softmax(&logits);
         let mean: f64 = chosen.iter().zip(d_weights).map(|((_, w), d)| w * d).sum();
         let mut d_logits = Matrix::zeros(1, p.len());
         match self.score {
@@ -156,6 +220,20 @@ impl Moe {
                     d_logits.values[*expert] += weight * d;
                 }
             }
+            Score::Sigmoid {
+                renormalize, scale, ..
+            } => {
+                let sum: f64 = chosen.iter().map(|(e, _)| sigmoid(logits[*e])).sum();
+                for ((expert, _), d) in chosen.iter().zip(d_weights) {
+                    let s = sigmoid(logits[*expert]);
+                    let d_score = match renormalize {
+                        false => scale * d,
+                        // `mean` holds `scale / sum` already.
+                        true => (scale * d - mean) / sum,
+                    };
+                    d_logits.values[*expert] = d_score * s * (1.0 - s);
+                }
+            }
         }
         d_logits
     }
@@ -171,30 +249,51 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::oracle::Linear;
+    use crate::oracle::{Glu, Linear};
     use crate::{central_differences, noise, relative_error};
 
     #[test]
     fn the_input_gradient_is_that_of_central_differences() {
-        let mlp = |seed| Mlp {
-            gate_up: Linear::new(noise(seed, 6, 4), Vec::new()),
-            down: Linear::new(noise(seed + 1, 4, 3), Vec::new()),
+        let mlp = |seed, glu| Mlp {
+            gate_up: Linear::new(noise(seed, 6, 4), Vec::new()).with_bias(noise(seed + 2, 1, 6)),
+            down: Linear::new(noise(seed + 1, 4, 3), Vec::new()).with_bias(noise(seed + 3, 1, 4)),
+            glu,
         };
-        for score in [Score::Softmax, Score::Renormalized, Score::TopKFirst] {
-            let moe = Moe {
-                router: noise(1, 3, 4),
-                score,
-                top_k: 2,
-                experts: vec![mlp(10), mlp(20), mlp(30)],
-                shared: Some(Shared {
-                    mlp: mlp(40),
-                    gate: Some(noise(2, 1, 4)),
-                }),
-            };
-            let (x, dy) = (noise(3, 5, 4), noise(4, 5, 4));
-            let expected = central_differences(&x, |x| moe.forward(x).dot(&dy));
-            let error = relative_error(&moe.backward(&x, &dy).dx, &expected);
-            assert!(error < 1e-8, "{score:?} {error}");
+        let sigmoid = |best, renormalize| Score::Sigmoid {
+            groups: 2,
+            best,
+            renormalize,
+            scale: 2.5,
+        };
+        for score in [
+            Score::Softmax,
+            Score::Renormalized,
+            Score::TopKFirst,
+            sigmoid(2, false),
+            sigmoid(1, true),
+        ] {
+            for glu in [
+                Glu::Silu,
+                Glu::Clamped {
+                    alpha: 1.702,
+                    limit: 0.7,
+                },
+            ] {
+                let experts = [10, 20, 30, 50].map(|seed| mlp(seed, glu)).into();
+                let moe = Moe {
+                    router_bias: Some(noise(6, 1, 4)),
+                    correction_bias: Some(noise(7, 1, 4)),
+                    shared: Some(Shared {
+                        mlp: mlp(40, glu),
+                        gate: Some(noise(2, 1, 4)),
+                    }),
+                    ..Moe::new(noise(1, 4, 4), score, 2, experts)
+                };
+                let (x, dy) = (noise(3, 5, 4), noise(4, 5, 4));
+                let expected = central_differences(&x, |x| moe.forward(x).dot(&dy));
+                let error = relative_error(&moe.backward(&x, &dy).dx, &expected);
+                assert!(error < 1e-8, "{score:?} {glu:?} {error}");
+            }
         }
     }
 }
