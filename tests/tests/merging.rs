@@ -2,11 +2,14 @@
 //! equals the adapter.
 
 use burn::backend::Flex;
+use burn::module::list_param_ids;
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear,
+    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Weight,
 };
-use moe_lora_experts::{GateUp, MlpWeights, MoeConfig, MoeWeights, SharedConfig};
+use moe_lora_experts::{
+    GateUp, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig,
+};
 use moe_lora_parallel::{ExpertTp, Group, Mesh, MockWorld, TopologyConfig};
 use moe_lora_testkit::noise;
 
@@ -133,6 +136,170 @@ fn a_layer_merges_its_shared_experts_too() {
     let far = |a: Tensor<Flex, 2>| (a - adapted.clone()).abs().max().into_scalar();
     assert!(far(plain) > 1e-2, "the adapter does something");
     assert!(far(merged) < 1e-5);
+}
+
+// ---- unmerge -----------------------------------------------------------------------------------
+
+/// A biased layer of bf16 with shared experts and adapters on everything, on one rank.
+fn adapted_layer(mesh: &Mesh<Flex>, adapted: bool) -> MoeLayer<Flex> {
+    let device = Default::default();
+    let values = |seed: u64, n: usize| noise(seed, 1, n).to_f32();
+    let (router, experts, shared, biases) =
+        (values(1, 32), values(2, 256), values(3, 64), values(5, 32));
+    let mlp = |w, biases| MlpWeights {
+        gate: w,
+        up: w,
+        down: w,
+        biases,
+    };
+    let biases = MlpBiases {
+        gate: &biases,
+        up: &biases,
+        down: &biases,
+    };
+    let weights = MoeWeights {
+        router: &router,
+        experts: mlp(&experts[..], Some(biases)),
+        shared: Some((mlp(&shared[..], None), None)),
+        ..Default::default()
+    };
+    let shared = SharedConfig {
+        intermediate: 8,
+        gated: false,
+        overlap: false,
+    };
+    let mut layer = MoeConfig::new("mlp", 8, 8, 4, 2)
+        .with_shared(Some(shared))
+        .with_dtype(DType::BF16)
+        .init(weights, mesh, &device)
+        .unwrap();
+    if adapted {
+        let paths = layer.targets(GateUp::Separate);
+        let lora = LoraConfig::new(4, 5.3)
+            .with_init_b(Init::Xavier)
+            .with_dtype(DType::BF16);
+        layer.adapt(&paths, &lora, &device).unwrap();
+    }
+    layer
+}
+
+/// Values and dtype of every base weight and bias, then of every factor.
+fn state(layer: &MoeLayer<Flex>) -> [Vec<TensorData>; 2] {
+    let mlps = layer.shared.as_ref().map(|shared| &shared.mlp);
+    let mut base: Vec<_> = mlps
+        .into_iter()
+        .flat_map(|mlp| [&mlp.gate_up.weight.weight, &mlp.down.weight.weight])
+        .collect();
+    let (gate_up, down) = (&layer.experts.gate_up, &layer.experts.down);
+    base.extend([&gate_up.weight.weight, &down.weight.weight]);
+    let biases = [&gate_up.bias, &down.bias];
+    base.extend(biases.map(|bias| &bias.as_ref().unwrap().weight));
+    let data = |weight: &Weight<Flex>| weight.stacked().into_data();
+    let factors = layer.trained_weights();
+    [
+        base.into_iter().map(data).collect(),
+        factors.iter().map(|factor| data(factor.weight)).collect(),
+    ]
+}
+
+/// Runs on every rank of EP = 2, ETP = 2, with a dense group of 2.
+fn on_four_ranks(f: impl Fn(Mesh<Flex>) + Sync) {
+    let topology = TopologyConfig::new(4).with_tp(2).with_ep(2).with_etp(2);
+    let topology = topology.init().unwrap();
+    let run = |rank: &_| f(Mesh::new(topology, rank).unwrap());
+    MockWorld::new(4).run(|rank| run(&rank)).unwrap();
+}
+
+fn output(layer: &MoeLayer<Flex>, mesh: &Mesh<Flex>) -> TensorData {
+    let x = noise(4 + mesh.rank() as u64, 3, 8).tensor(DType::BF16);
+    layer.forward(x, mesh).into_data()
+}
+
+#[test]
+fn unmerge_restores_weights_adapters_and_output_to_the_bit() {
+    on_four_ranks(|mesh| {
+        let mut layer = adapted_layer(&mesh, true);
+        let (before, y) = (state(&layer), output(&layer, &mesh));
+        let ids = |layer: &MoeLayer<Flex>| list_param_ids(layer);
+        let ids_before = ids(&layer);
+        let original = layer.merge(&mesh).unwrap();
+        let [merged, factors] = state(&layer);
+        assert!(factors.is_empty());
+        // Four weights are merged; the two biases stay.
+        for (at, (merged, before)) in merged.iter().zip(&before[0]).enumerate() {
+            assert_eq!(merged == before, at >= 4, "base tensor {at}");
+        }
+        layer.unmerge(original);
+        assert_eq!(state(&layer), before);
+        assert_eq!(output(&layer, &mesh), y);
+        // An optimizer finds its state again.
+        assert_eq!(ids(&layer), ids_before);
+    });
+}
+
+#[test]
+fn a_base_that_is_read_anew_takes_the_adapters_on_again() {
+    on_four_ranks(|mesh| {
+        let mut layer = adapted_layer(&mesh, true);
+        let (before, y) = (state(&layer), output(&layer, &mesh));
+        let original = layer.merge(&mesh).unwrap();
+        let mut anew = adapted_layer(&mesh, false);
+        assert_ne!(state(&anew)[0], state(&layer)[0]);
+        let (experts, shared) = (original.experts, original.shared.unwrap().mlp);
+        anew.experts.gate_up.adapters = experts.gate_up.adapters;
+        anew.experts.down.adapters = experts.down.adapters;
+        let anew_shared = &mut anew.shared.as_mut().unwrap().mlp;
+        anew_shared.gate_up.adapters = shared.gate_up.adapters;
+        anew_shared.down.adapters = shared.down.adapters;
+        assert_eq!(state(&anew), before);
+        assert_eq!(output(&anew, &mesh), y);
+    });
+}
+
+#[test]
+fn subtracting_the_delta_does_not_restore_the_bits_of_a_bf16_base() {
+    on_four_ranks(|mesh| {
+        let mut layer = adapted_layer(&mesh, true);
+        let group = mesh.expert_tp();
+        let down = &mut layer.experts.down;
+        let delta = down.adapters[0].delta_weight(group).unwrap();
+        let original = down.merge(group).unwrap();
+        let merged = down.weight.weight.stacked();
+        let subtracted = (merged.cast(DType::F32) - delta).cast(DType::BF16);
+        let base = original.weight.weight.stacked().into_data();
+        assert_ne!(subtracted.into_data(), base);
+        down.unmerge(original);
+        assert_eq!(down.weight.weight.stacked().into_data(), base);
+    });
+}
+
+#[test]
+fn merging_again_without_adapters_changes_nothing() {
+    on_four_ranks(|mesh| {
+        let mut layer = adapted_layer(&mesh, true);
+        let original = layer.merge(&mesh).unwrap();
+        let (once, ids) = (state(&layer), list_param_ids(&layer));
+        let merged = layer.merge(&mesh).unwrap();
+        assert_eq!(state(&layer), once);
+        assert_eq!(state(&merged), once);
+        assert_eq!(list_param_ids(&layer), ids);
+        layer.unmerge(merged);
+        assert_eq!(state(&layer), once);
+        layer.unmerge(original);
+        assert_eq!(state(&layer), state(&adapted_layer(&mesh, true)));
+    });
+}
+
+#[test]
+#[should_panic(expected = "unmerge of another linear")]
+fn another_linear_is_not_put_in_place() {
+    let mut mlp = adapted_layer(&Mesh::solo(), true).experts;
+    let group = Group::solo();
+    let mut other: RowLinear<Flex, ExpertTp> = LinearConfig::new("other", 8, 8)
+        .with_experts(0..4)
+        .init(&group, value, &Default::default())
+        .unwrap();
+    mlp.down.unmerge(other.merge(&group).unwrap());
 }
 
 #[test]

@@ -279,16 +279,43 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         Ok(merged.cast(dtype))
     }
 
-    /// Replaces the weight by the merged one and drops the adapters.
+    /// Replaces the weight by the merged one and leaves no adapters; the bias stays. Returns the
+    /// linear as it was, for [`unmerge`](Self::unmerge).
+    ///
+    /// Dropped, what is returned frees the base. A base that is read anew takes the adapters on
+    /// when it is given those of the returned linear.
     ///
     /// # Errors
     ///
     /// When a function stands between the factors; nothing is changed then.
-    pub fn merge(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
-        let merged = self.merged_weight(group)?;
-        self.weight.weight.replace(merged);
-        self.adapters.clear();
-        Ok(())
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge(&mut self, group: &Group<B, G>) -> Result<Self, AdapterError> {
+        let mut merged = self.clone();
+        if !self.adapters.is_empty() {
+            merged.weight.weight.replace(self.merged_weight(group)?);
+            merged.adapters.clear();
+        }
+        Ok(std::mem::replace(self, merged))
+    }
+
+    /// Puts back what [`merge`](Self::merge) returned, to the bit. Subtracting the deltas would
+    /// not: their sum with the weight was rounded.
+    ///
+    /// # Panics
+    ///
+    /// When `original` is another linear, or another rank's part.
+    pub fn unmerge(&mut self, original: Self) {
+        assert_eq!(original.path, self.path, "unmerge of another linear");
+        assert_eq!(
+            original.weight.layout(),
+            self.weight.layout(),
+            "{}: unmerge of another part",
+            self.path
+        );
+        *self = original;
     }
 }
 

@@ -331,18 +331,37 @@ impl<B: AdapterBackend> MoeLayer<B> {
         y.sum_dim(1).reshape([tokens, hidden])
     }
 
-    /// Replaces every adapted weight by the merged one and drops the adapters.
+    /// Replaces every adapted weight by the merged one and leaves no adapters. Returns the layer
+    /// as it was, for [`unmerge`](Self::unmerge); weights without adapters are shared with it.
+    ///
+    /// Dropped, what is returned frees the bases. A layer that is read anew takes the adapters on
+    /// when its linears are given those of the returned one's.
     ///
     /// # Errors
     ///
     /// When a function stands between the factors of an adapter; nothing is changed then.
-    pub fn merge(&mut self, mesh: &Mesh<B>) -> Result<(), ExpertsError> {
-        let mut experts = self.experts.clone();
-        experts.merge(mesh.expert_tp())?;
-        if let Some(shared) = &mut self.shared {
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge(&mut self, mesh: &Mesh<B>) -> Result<Self, ExpertsError> {
+        let mut merged = self.clone();
+        merged.experts.merge(mesh.expert_tp())?;
+        if let Some(shared) = &mut merged.shared {
             shared.mlp.merge(mesh.tp())?;
         }
-        self.experts = experts;
-        Ok(())
+        Ok(std::mem::replace(self, merged))
+    }
+
+    /// Puts back what [`merge`](Self::merge) returned, to the bit.
+    ///
+    /// # Panics
+    ///
+    /// When `original` is another layer, or another rank's part.
+    pub fn unmerge(&mut self, original: Self) {
+        self.experts.unmerge(original.experts);
+        if let (Some(shared), Some(original)) = (&mut self.shared, original.shared) {
+            shared.mlp.unmerge(original.mlp);
+        }
     }
 }

@@ -263,16 +263,30 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
         self.down.forward(self.hidden(x.copy_to(), rows), rows)
     }
 
-    /// Replaces the weights by the merged ones and drops the adapters.
+    /// Replaces the weights by the merged ones and leaves no adapters. Returns the MLP as it was,
+    /// for [`unmerge`](Self::unmerge).
     ///
     /// # Errors
     ///
     /// When a function stands between the factors of an adapter; nothing is changed then.
-    pub fn merge(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
-        let mut gate_up = self.gate_up.clone();
-        gate_up.merge(group)?;
-        self.down.merge(group)?;
-        self.gate_up = gate_up;
-        Ok(())
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge(&mut self, group: &Group<B, G>) -> Result<Self, AdapterError> {
+        let mut merged = self.clone();
+        merged.gate_up.merge(group)?;
+        merged.down.merge(group)?;
+        Ok(std::mem::replace(self, merged))
+    }
+
+    /// Puts back what [`merge`](Self::merge) returned, to the bit.
+    ///
+    /// # Panics
+    ///
+    /// When `original` is another MLP, or another rank's part.
+    pub fn unmerge(&mut self, original: Self) {
+        self.gate_up.unmerge(original.gate_up);
+        self.down.unmerge(original.down);
     }
 }
