@@ -62,7 +62,7 @@ where
                 ..Default::default()
             };
             let mut layer = config.init(weights, &mesh, &device).unwrap();
-            let paths = layer.targets(GateUp::Separate);
+            let paths = layer.targets(GateUpTargets::Separate);
             let lora = LoraConfig::new(4, 8.0).with_init_b(Init::Xavier);
             layer.adapt(&paths, &lora, &device).unwrap();
 

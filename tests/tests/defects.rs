@@ -132,7 +132,7 @@ fn fc2(group: &ExpertGroup) -> RowLinear<Ad, ExpertTp> {
     let config = LinearConfig::new("fc2", 4, 4);
     let mut linear: RowLinear<_, _> = config.init(group, |_, _, _| 0.0, &device).unwrap();
     let lora = linear.adapt("fc2", &LoraConfig::new(2, 2.0), &device);
-    lora.unwrap().load(1, &a, &b, &device).unwrap();
+    lora.unwrap().load(&a, &b, &device).unwrap();
     linear
 }
 
@@ -272,7 +272,7 @@ fn fc1(group: &ExpertGroup) -> ColumnLinear<Ad, ExpertTp> {
     let config = LinearConfig::new("fc1", 2, 4);
     let mut linear: ColumnLinear<_, _> = config.init(group, |_, _, _| 0.0, &device).unwrap();
     let lora = linear.adapt("fc1", &LoraConfig::new(2, 2.0), &device);
-    lora.unwrap().load(1, &a, &b, &device).unwrap();
+    lora.unwrap().load(&a, &b, &device).unwrap();
     linear
 }
 
@@ -582,7 +582,7 @@ fn stored<P: Placement>(
     let lora = LoraConfig::new(4, 5.2).with_init_b(Init::Normal { std: 0.3 });
     let adapter = linear.adapt("linear", &lora, &device).unwrap();
     if let Some([a, b]) = load {
-        adapter.load(2, a, b, &device).unwrap();
+        adapter.load(a, b, &device).unwrap();
     }
     let (a, b) = (bits(adapter.a.gather(group)), bits(adapter.b.gather(group)));
     linear.merge(group).unwrap();
@@ -666,7 +666,7 @@ fn gate_and_up_come_back_in_full_order() {
         let adapter = linear.adapt("gate_up", &lora, &device).unwrap();
         // B rows: the same numbers in hundredths, against A = [1, 0].
         let b = [0.5, 0., 0.25, 0., 0.125, 0., 0.0625, 0.];
-        adapter.load(1, &[1., 0.], &b, &device).unwrap();
+        adapter.load(&[1., 0.], &b, &device).unwrap();
         let y = linear
             .forward(group.fanout(matrix([1.], 1)), &tokens(1))
             .into_tensor();
@@ -713,7 +713,7 @@ fn an_adapter_on_gate_or_up_alone_reaches_that_half_only() {
                 config.init(group, |_, i, _| row(i), &device).unwrap();
             let adapter = linear.adapt(fragment, &LoraConfig::new(2, 2.0), &device);
             let b = [0.5, 0., 0.25, 0.];
-            adapter.unwrap().load(1, &[1., 0.], &b, &device).unwrap();
+            adapter.unwrap().load(&[1., 0.], &b, &device).unwrap();
             let y = linear.forward(group.fanout(matrix([1.], 1)), &tokens(1));
             linear.merge(group).unwrap();
             (

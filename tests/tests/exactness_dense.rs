@@ -10,7 +10,7 @@ use moe_lora_adapters::{
     Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
     RowLinear, TrainedWeight,
 };
-use moe_lora_experts::{GateUp, MlpConfig, SharedExperts};
+use moe_lora_experts::{GateUpTargets, MlpConfig, SharedExperts};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
     CollectiveOp, GroupKind, GroupName, Mesh, MockWorld, Topology, TopologyConfig, Tp, range_of,
@@ -106,7 +106,7 @@ impl Case {
 
     fn load<G: GroupKind, P: Placement>(&self, lora: &mut Lora<Ad, G, P>) {
         let oracle::Lora { a, b, .. } = &self.linear.loras()[0];
-        lora.load(1, &a.to_f32(), &b.to_f32(), &Default::default())
+        lora.load(&a.to_f32(), &b.to_f32(), &Default::default())
             .unwrap();
     }
 
@@ -491,7 +491,7 @@ fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
     expected
 }
 
-fn mlp_case(gate_up: GateUp, config: LoraConfig) -> MlpCase {
+fn mlp_case(gate_up: GateUpTargets, config: LoraConfig) -> MlpCase {
     MlpCase::new([HIDDEN, INTERMEDIATE, 1], gate_up, config)
 }
 
@@ -499,7 +499,7 @@ fn mlp_case(gate_up: GateUp, config: LoraConfig) -> MlpCase {
 fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_sequence_parallel()
 {
     for (size, config) in grid() {
-        for gate_up in [GateUp::Fused, GateUp::Separate] {
+        for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             let case = mlp_case(gate_up, config);
             let mlp = case.oracle(9).remove(0);
             for gate in [None, Some(noise(10, 1, HIDDEN))] {
@@ -525,7 +525,7 @@ fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_
 
 #[test]
 fn overlap_and_sequence_parallelism_change_no_result_of_a_shared_expert_at_tp_2() {
-    let case = mlp_case(GateUp::Fused, LoraConfig::new(RANK, ALPHA));
+    let case = mlp_case(GateUpTargets::Fused, LoraConfig::new(RANK, ALPHA));
     let mlp = case.oracle(9).remove(0);
     let [ordinary, overlapped, sequence] =
         WAYS.map(|way| shared_results(&case, &mlp, None, 2, way));

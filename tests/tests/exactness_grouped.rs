@@ -5,7 +5,7 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{Activation, ColumnLinear, LinearConfig, LoraConfig, RowLinear, Sharing};
-use moe_lora_experts::GateUp;
+use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
 use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig};
 use moe_lora_testkit::{
@@ -144,8 +144,6 @@ impl Case {
     fn rank(&self, mesh: &Mesh<Ad>) -> Found {
         let (group, device) = (mesh.expert_tp(), Default::default());
         let (dtype, rows) = (self.config.dtype, groups(&self.counts));
-        let full = self.config.sharing == Sharing::Shared;
-        let experts = if full { 1 } else { self.experts.len() };
         let config = LinearConfig::new("fc", D_IN, D_OUT)
             .with_experts(0..self.experts.len())
             .with_dtype(dtype);
@@ -169,7 +167,7 @@ impl Case {
             let mut linear: RowLinear<Ad, ExpertTp> = config.init(group, weight, &device).unwrap();
             let (a, b) = load(0);
             let lora = linear.adapt("fc", &self.config, &device).unwrap();
-            lora.load(experts, &a, &b, &device).unwrap();
+            lora.load(&a, &b, &device).unwrap();
             let x = slice(&self.x).tensor::<Ad>(dtype).require_grad();
             let y = linear.forward_suppressed(group.shard(x.clone()), &rows);
             let y = y.reduce_from().into_tensor();
@@ -185,7 +183,7 @@ impl Case {
         for (k, path) in paths.iter().enumerate() {
             let (a, b) = load(k);
             let lora = linear.adapt(path, &self.config, &device).unwrap();
-            lora.load(experts, &a, &b, &device).unwrap();
+            lora.load(&a, &b, &device).unwrap();
         }
         let x = self.x.tensor::<Ad>(dtype).require_grad();
         let y = linear.forward(group.replicated(x.clone()).copy_to(), &rows);
@@ -511,7 +509,7 @@ fn each_expert_uses_its_own_slice() {
             let lora = linear.adapt("fc", &config, &device).unwrap();
             let b = Matrix::stack(&[b.clone(), b.scaled(10.0)]).to_f32();
             let a = Matrix::stack(&[a.clone(), a.clone()]).to_f32();
-            lora.load(2, &a, &b, &device).unwrap();
+            lora.load(&a, &b, &device).unwrap();
             let x = noise(3, 3, D_IN);
             let x = Matrix::stack(&[x.clone(), x]);
             let x = shard(&x, Axis::Columns, group.rank(), group.size()).tensor(DType::F64);
@@ -715,7 +713,10 @@ fn gate_and_up_of_the_mlp_name_their_targets() {
         let mlp = moe_lora_experts::MlpConfig::new("mlp", 2, 2)
             .init(weights, mesh.expert_tp(), &Default::default())
             .unwrap();
-        [mlp.targets(GateUp::Fused), mlp.targets(GateUp::Separate)]
+        [
+            mlp.targets(GateUpTargets::Fused),
+            mlp.targets(GateUpTargets::Separate),
+        ]
     });
     assert_eq!(targets[0][0], ["mlp.gate_up_proj", "mlp.down_proj"]);
     assert_eq!(

@@ -10,7 +10,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{LinearConfig, LoraConfig, RowLinear, Sharing, sync_gradients};
 use moe_lora_experts::{
-    GateUp, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
+    GateUpTargets, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
@@ -85,7 +85,7 @@ fn dense() -> Vec<Place> {
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    gate_up: GateUp,
+    gate_up: GateUpTargets,
     config: LoraConfig,
     score: oracle::Score,
     weigh_at: WeighAt,
@@ -98,7 +98,7 @@ struct Case {
     adapted: bool,
 }
 
-fn case(sharing: Sharing, gate_up: GateUp, dtype: DType) -> Case {
+fn case(sharing: Sharing, gate_up: GateUpTargets, dtype: DType) -> Case {
     Case {
         gate_up,
         config: LoraConfig::new(RANK, ALPHA)
@@ -375,11 +375,11 @@ fn data(tokens: usize) -> (Matrix, Matrix) {
     (noise(8, tokens, HIDDEN), noise(9, tokens, HIDDEN))
 }
 
-const KINDS: [(Sharing, GateUp); 4] = [
-    (Sharing::PerExpert, GateUp::Fused),
-    (Sharing::PerExpert, GateUp::Separate),
-    (Sharing::Shared, GateUp::Fused),
-    (Sharing::Shared, GateUp::Separate),
+const KINDS: [(Sharing, GateUpTargets); 4] = [
+    (Sharing::PerExpert, GateUpTargets::Fused),
+    (Sharing::PerExpert, GateUpTargets::Separate),
+    (Sharing::Shared, GateUpTargets::Fused),
+    (Sharing::Shared, GateUpTargets::Separate),
 ];
 const SCORES: [oracle::Score; 3] = [
     oracle::Score::Softmax,
@@ -419,7 +419,7 @@ fn every_router_score_is_exact_through_the_router_too() {
     for place in grid() {
         for score in SCORES {
             for weigh_at in WEIGH_AT {
-                let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+                let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
                 Case {
                     score,
                     weigh_at,
@@ -435,7 +435,7 @@ fn every_router_score_is_exact_through_the_router_too() {
 fn shared_experts_are_exact_gated_or_not_and_overlapped_or_not() {
     for place in grid() {
         for shared in shared_kinds() {
-            let case = case(PER_EXPERT, GateUp::Separate, DType::F64);
+            let case = case(PER_EXPERT, GateUpTargets::Separate, DType::F64);
             Case { shared, ..case }.check(&place);
         }
     }
@@ -446,7 +446,7 @@ fn shared_experts_are_exact_over_a_dense_group_of_another_size_than_the_experts_
     for place in dense() {
         for shared in shared_kinds() {
             for (sharing, dtype) in [(PER_EXPERT, DType::F64), (Sharing::Shared, DType::F32)] {
-                let case = case(sharing, GateUp::Fused, dtype);
+                let case = case(sharing, GateUpTargets::Fused, dtype);
                 Case { shared, ..case }.check(&place);
             }
         }
@@ -456,7 +456,7 @@ fn shared_experts_are_exact_over_a_dense_group_of_another_size_than_the_experts_
 #[test]
 fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
     let place = place(1, 2, 2, &[3, 0, 4, 2]);
-    let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F32);
     // Both ranks of experts hold some that the other one's tokens chose.
     let moe = case.oracle();
     let (x, _) = data(9);
@@ -487,14 +487,14 @@ fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
 #[test]
 fn gradients_of_experts_are_whole_before_synchronisation_where_experts_have_no_replicas() {
     for place in grid() {
-        let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+        let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F32);
         for found in case.found(&case.oracle(), &place) {
             assert_eq!(found.own, found.synced);
         }
     }
     // With replicas each holds a term alone.
     for place in replicated() {
-        let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+        let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
         let found = case.found(&case.oracle(), &place);
         let (own, synced) = (
             Matrix::stack(&found[0].own[0]),
@@ -517,7 +517,7 @@ fn no_tokens_anywhere_and_one_token_alone_are_exact() {
             for (sharing, gate_up) in KINDS {
                 case(sharing, gate_up, DType::F64).check(&place);
             }
-            let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+            let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
             Case {
                 shared: shared(true, true),
                 weigh_at: WeighAt::Hidden,
@@ -530,7 +530,7 @@ fn no_tokens_anywhere_and_one_token_alone_are_exact() {
 
 #[test]
 fn wrong_weights_a_frozen_router_path_and_exchanged_experts_are_seen() {
-    let case = case(PER_EXPERT, GateUp::Fused, DType::F64);
+    let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
     let place = place(1, 2, 2, &[3, 0, 4, 2]);
     let moe = case.oracle();
     let found = case.found(&moe, &place);
@@ -588,7 +588,7 @@ fn wrong_weights_a_frozen_router_path_and_exchanged_experts_are_seen() {
 
 /// GPT-OSS: biases everywhere, clamped SwiGLU, top-k before softmax. The limit is low enough to
 /// clamp values of this case on both sides.
-fn gpt_oss(gate_up: GateUp, dtype: DType) -> Case {
+fn gpt_oss(gate_up: GateUpTargets, dtype: DType) -> Case {
     Case {
         score: oracle::Score::TopKFirst,
         glu: oracle::Glu::Clamped {
@@ -602,7 +602,7 @@ fn gpt_oss(gate_up: GateUp, dtype: DType) -> Case {
 
 /// DeepSeek-V3: sigmoid scores, one group of two, a corrected choice, scaled weights, an ungated
 /// shared expert.
-fn deepseek(gate_up: GateUp, dtype: DType, renormalize: bool) -> Case {
+fn deepseek(gate_up: GateUpTargets, dtype: DType, renormalize: bool) -> Case {
     Case {
         score: oracle::Score::Sigmoid {
             groups: 2,
@@ -625,7 +625,7 @@ fn choices(moe: &oracle::Moe) -> Vec<Vec<usize>> {
 
 #[test]
 fn gpt_oss_blocks_equal_the_dense_oracle_at_every_topology() {
-    let case = gpt_oss(GateUp::Fused, DType::F32);
+    let case = gpt_oss(GateUpTargets::Fused, DType::F32);
     // The case clamps gates above, and up projections above and below.
     let oracle::Glu::Clamped { limit, .. } = case.glu else {
         panic!("the family clamps")
@@ -643,7 +643,7 @@ fn gpt_oss_blocks_equal_the_dense_oracle_at_every_topology() {
     assert!(beyond(&ups, |v, limit| v < -limit) > 9);
 
     for place in grid().into_iter().chain(replicated()) {
-        for gate_up in [GateUp::Fused, GateUp::Separate] {
+        for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             for dtype in [DType::F32, DType::F64] {
                 gpt_oss(gate_up, dtype).check(&place);
             }
@@ -653,7 +653,7 @@ fn gpt_oss_blocks_equal_the_dense_oracle_at_every_topology() {
 
 #[test]
 fn deepseek_blocks_equal_the_dense_oracle_at_every_topology() {
-    let moe = deepseek(GateUp::Fused, DType::F32, true).oracle();
+    let moe = deepseek(GateUpTargets::Fused, DType::F32, true).oracle();
     let uncorrected = oracle::Moe {
         correction_bias: None,
         ..moe.clone()
@@ -671,7 +671,7 @@ fn deepseek_blocks_equal_the_dense_oracle_at_every_topology() {
     assert_ne!(choices(&moe), choices(&unlimited));
 
     for place in grid().into_iter().chain(replicated()).chain(dense()) {
-        for gate_up in [GateUp::Fused, GateUp::Separate] {
+        for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             for (dtype, renormalize) in [(DType::F32, true), (DType::F64, false)] {
                 deepseek(gate_up, dtype, renormalize).check(&place);
             }
@@ -682,8 +682,8 @@ fn deepseek_blocks_equal_the_dense_oracle_at_every_topology() {
 #[test]
 fn an_expert_without_tokens_is_exact_in_either_family() {
     for base in [
-        gpt_oss(GateUp::Fused, DType::F64),
-        deepseek(GateUp::Fused, DType::F64, true),
+        gpt_oss(GateUpTargets::Fused, DType::F64),
+        deepseek(GateUpTargets::Fused, DType::F64, true),
     ] {
         // A bias that no token's scores outweigh takes every token away from the last expert.
         let mut moe = base.oracle();
@@ -709,7 +709,7 @@ fn an_expert_without_tokens_is_exact_in_either_family() {
 
 #[test]
 fn a_bias_counted_on_every_rank_or_dropped_and_a_missing_clamp_are_seen() {
-    let case = gpt_oss(GateUp::Fused, DType::F64);
+    let case = gpt_oss(GateUpTargets::Fused, DType::F64);
     let place = place(1, 1, 2, &[2, 7]);
     let moe = case.oracle();
     let outcome = case.join(&case.found(&moe, &place), &place.topology);
@@ -787,7 +787,7 @@ fn a_bias_added_whole_to_each_rank_s_term_is_counted_once_a_rank() {
 
 #[test]
 fn a_correction_that_leaks_into_the_weights_or_is_missing_is_seen() {
-    let case = deepseek(GateUp::Fused, DType::F64, true);
+    let case = deepseek(GateUpTargets::Fused, DType::F64, true);
     let place = place(1, 2, 1, &[9, 0]);
     let moe = case.oracle();
     let outcome = case.join(&case.found(&moe, &place), &place.topology);
@@ -820,7 +820,7 @@ fn a_correction_that_leaks_into_the_weights_or_is_missing_is_seen() {
 
 #[test]
 fn routing_weights_before_a_biased_down_projection_are_refused() {
-    let case = gpt_oss(GateUp::Fused, DType::F32);
+    let case = gpt_oss(GateUpTargets::Fused, DType::F32);
     let values = MlpValues::of(&case.oracle().experts);
     let weights = MoeWeights {
         router: &noise(1, EXPERTS, HIDDEN).to_f32(),
@@ -914,7 +914,7 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
                     .collect()
             };
             let lora = &mut layer.experts.down.adapters[0];
-            lora.load(2, &of(|l| &l.a), &of(|l| &l.b), &device).unwrap();
+            lora.load(&of(|l| &l.a), &of(|l| &l.b), &device).unwrap();
             let own = range_of(&dealt, mesh.rank());
             Matrix::read(layer.forward(x.pick_rows(own).tensor(DType::F64), &mesh))
         });
@@ -1037,7 +1037,7 @@ fn one_rank_communicates_nothing() {
     for shared in shared_kinds() {
         let case = Case {
             shared,
-            ..case(PER_EXPERT, GateUp::Separate, DType::F32)
+            ..case(PER_EXPERT, GateUpTargets::Separate, DType::F32)
         };
         let calls = calls(&case, &place(1, 1, 1, &[9]));
         assert_eq!(calls[0].both().count(), 0);
@@ -1066,7 +1066,7 @@ fn ranks_without_tokens_issue_the_calls_of_the_rest_forward_and_backward() {
                     let case = Case {
                         shared,
                         weigh_at,
-                        ..case(PER_EXPERT, GateUp::Fused, DType::F32)
+                        ..case(PER_EXPERT, GateUpTargets::Fused, DType::F32)
                     };
                     let calls = calls(&case, &place);
                     let names = calls[0].names();
@@ -1094,7 +1094,7 @@ fn the_layer_issues_the_dispatcher_s_collectives_and_adapters_those_of_r_columns
     use CollectiveOp::{AllGather, AllReduce, AllToAll, ExchangeSizes, ReduceScatter};
     use GroupName::{Ep, ExpertTp};
     let place = place(1, 2, 2, &[3, 0, 4, 2]);
-    let base = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    let base = case(PER_EXPERT, GateUpTargets::Fused, DType::F32);
     let bare = calls(
         &Case {
             adapted: false,
@@ -1130,10 +1130,10 @@ fn the_layer_issues_the_dispatcher_s_collectives_and_adapters_those_of_r_columns
         ]
     );
 
-    for gate_up in [GateUp::Fused, GateUp::Separate] {
+    for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
         let adapters = match gate_up {
-            GateUp::Fused => 1,
-            GateUp::Separate => 2,
+            GateUpTargets::Fused => 1,
+            GateUpTargets::Separate => 2,
         };
         let with = calls(&Case { gate_up, ..base }, &place);
         for passes in &with {
@@ -1189,7 +1189,7 @@ fn overlapped_shared_experts_frame_the_dispatcher_s_collectives() {
     let order = |overlap| {
         let case = Case {
             shared: shared(true, overlap),
-            ..case(PER_EXPERT, GateUp::Fused, DType::F32)
+            ..case(PER_EXPERT, GateUpTargets::Fused, DType::F32)
         };
         let calls = calls(&case, &place);
         let at = |of: &dyn Fn(&Call) -> bool| calls[0].forward.iter().position(of).unwrap();
@@ -1209,7 +1209,7 @@ fn overlapped_shared_experts_frame_the_dispatcher_s_collectives() {
 #[test]
 fn expert_adapters_communicate_over_the_expert_group_where_the_dense_one_is_larger() {
     let place = place(4, 2, 2, &[3, 0, 4, 2]);
-    let case = case(PER_EXPERT, GateUp::Fused, DType::F32);
+    let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F32);
     for passes in calls(&case, &place) {
         for call in passes.both() {
             assert_ne!(call.group, GroupName::Tp);

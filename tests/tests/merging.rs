@@ -5,10 +5,11 @@ use burn::backend::Flex;
 use burn::module::list_param_ids;
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Weight,
+    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, RowLora,
+    Sharing, Weight,
 };
 use moe_lora_experts::{
-    GateUp, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig,
+    GateUpTargets, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig,
 };
 use moe_lora_parallel::{ExpertTp, Group, Mesh, MockWorld, TopologyConfig};
 use moe_lora_testkit::noise;
@@ -125,7 +126,7 @@ fn a_layer_merges_its_shared_experts_too() {
         .unwrap();
     let x = Tensor::<Flex, 2>::from_data(TensorData::new(values(4, 40), [5, 8]), &device);
     let plain = layer.forward(x.clone(), &mesh);
-    let paths = layer.targets(GateUp::Fused);
+    let paths = layer.targets(GateUpTargets::Fused);
     let shared_only: Vec<_> = paths.into_iter().filter(|p| p.contains("shared")).collect();
     let lora = LoraConfig::new(2, 8.0).with_init_b(Init::Xavier);
     layer.adapt(&shared_only, &lora, &device).unwrap();
@@ -174,7 +175,7 @@ fn adapted_layer(mesh: &Mesh<Flex>, adapted: bool) -> MoeLayer<Flex> {
         .init(weights, mesh, &device)
         .unwrap();
     if adapted {
-        let paths = layer.targets(GateUp::Separate);
+        let paths = layer.targets(GateUpTargets::Separate);
         let lora = LoraConfig::new(4, 5.3)
             .with_init_b(Init::Xavier)
             .with_dtype(DType::BF16);
@@ -386,15 +387,47 @@ fn factors_of_another_size_are_refused_and_the_adapter_stays() {
         .adapt("down", &LoraConfig::new(3, 3.0), &device)
         .unwrap();
     let before = lora.a.weight.stacked().into_data();
-    let (a, b) = (vec![1.0; 2 * 3 * 4], vec![1.0; 2 * 6 * 3]);
-    let error = lora.load(2, &a, &b[1..], &device).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "down: 35 values do not fill shape [2, 6, 3] (pass the full, unsharded tensor)"
-    );
-    assert_eq!(lora.a.weight.stacked().into_data(), before);
-    lora.load(2, &a, &b, &device).unwrap();
-    assert_ne!(lora.a.weight.stacked().into_data(), before);
+    let a = |experts: usize| vec![1.0; experts * 3 * 4];
+    let b = |experts: usize| vec![1.0; experts * 6 * 3];
+    let refused = |lora: &mut RowLora<Flex, ExpertTp>, a: &[f32], b: &[f32], message: &str| {
+        let error = lora.load(a, b, &device).unwrap_err().to_string();
+        let rest = " (pass the full, unsharded tensor)";
+        assert_eq!(error, format!("down: {message}{rest}"));
+    };
+    for (a, b, message) in [
+        (
+            a(2),
+            b(2)[1..].to_vec(),
+            "35 values do not fill shape [2, 6, 3]",
+        ),
+        (a(4), b(2), "36 values do not fill shape [4, 6, 3]"),
+        // No number of experts of which every expert parallel rank holds two.
+        (a(1), b(1), "12 values do not fill shape [2, 3, 4]"),
+        (a(3), b(3), "36 values do not fill shape [2, 3, 4]"),
+        (
+            Vec::new(),
+            Vec::new(),
+            "0 values do not fill shape [2, 3, 4]",
+        ),
+    ] {
+        refused(lora, &a, &b, message);
+        assert_eq!(lora.a.weight.stacked().into_data(), before);
+    }
+    // Of two experts, or of four that two ranks hold.
+    for experts in [2, 4] {
+        lora.load(&a(experts), &b(experts), &device).unwrap();
+        assert_ne!(lora.a.weight.stacked().into_data(), before);
+    }
+
+    let mut shared: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", 4, 6)
+        .with_experts(0..2)
+        .init(&group, value, &device)
+        .unwrap();
+    let config = LoraConfig::new(3, 3.0).with_sharing(Sharing::Shared);
+    let lora = shared.adapt("down", &config, &device).unwrap();
+    let message = "24 values do not fill shape [1, 3, 4]";
+    refused(lora, &a(2), &b(2), message);
+    lora.load(&a(1), &b(1), &device).unwrap();
 }
 
 #[test]

@@ -8,7 +8,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::optim::GradientsParams;
 use burn::tensor::{Int, Tensor, TensorData};
 use moe_lora_adapters::{Init, LoraConfig, Weight};
-use moe_lora_experts::{GateUp, MlpWeights, MoeConfig, MoeWeights};
+use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeWeights};
 use moe_lora_parallel::{CollectiveOp, GroupName, Mesh, MockWorld, TopologyConfig};
 use moe_lora_testkit::noise;
 
@@ -50,7 +50,7 @@ fn train<C: CheckpointStrategy>() -> Vec<Trained> {
                 let mut layer = MoeConfig::new(path, H, F, E, 2)
                     .init(weights, &mesh, &device)
                     .unwrap();
-                let paths = layer.targets(GateUp::Fused);
+                let paths = layer.targets(GateUpTargets::Fused);
                 layer.adapt(&paths, &config, &device).unwrap();
                 layer
             });

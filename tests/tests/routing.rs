@@ -220,10 +220,16 @@ fn an_expert_taken_for_its_local_number_and_rows_left_unsorted_are_seen() {
 
 // ---- the router --------------------------------------------------------------------------------
 
-const SCORES: [RouterScore; 3] = [
+const SCORES: [RouterScore; 4] = [
     RouterScore::SoftmaxThenTopK { renormalize: false },
     RouterScore::SoftmaxThenTopK { renormalize: true },
     RouterScore::TopKThenSoftmax,
+    RouterScore::SigmoidThenTopK {
+        n_group: 1,
+        topk_group: 1,
+        renormalize: true,
+        scaling_factor: 1.0,
+    },
 ];
 
 #[test]
@@ -233,6 +239,12 @@ fn routing_weights_are_the_oracle_s_for_every_score() {
         oracle::Score::Softmax,
         oracle::Score::Renormalized,
         oracle::Score::TopKFirst,
+        oracle::Score::Sigmoid {
+            groups: 1,
+            best: 1,
+            renormalize: true,
+            scale: 1.0,
+        },
     ]) {
         for top_k in [1, 2, 6] {
             let moe = oracle::Moe::new(weight.clone(), oracle_score, top_k, Vec::new());

@@ -8,7 +8,7 @@ use moe_lora_adapters::{
     Init, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing, TrainedWeight, Weight,
     sync_gradients,
 };
-use moe_lora_experts::{GateUp, MoeConfig, MoeLayer, MoeWeights};
+use moe_lora_experts::{GateUpTargets, MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
     CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp, range_of,
@@ -273,7 +273,7 @@ const TOKENS: usize = 8;
 
 /// A layer of four experts whose adapters start from the config's own values.
 fn layer(mesh: &Mesh<Ad>, config: &LoraConfig) -> MoeLayer<Ad> {
-    let case = MlpCase::new([HIDDEN, D, 4], GateUp::Fused, *config);
+    let case = MlpCase::new([HIDDEN, D, 4], GateUpTargets::Fused, *config);
     let (experts, router) = (case.oracle(2), noise(1, 4, HIDDEN).to_f32());
     let (values, device) = (MlpValues::of(&experts), Default::default());
     let weights = MoeWeights {
@@ -285,7 +285,7 @@ fn layer(mesh: &Mesh<Ad>, config: &LoraConfig) -> MoeLayer<Ad> {
         .with_dtype(config.dtype)
         .init(weights, mesh, &device)
         .unwrap();
-    let targets = layer.targets(GateUp::Fused);
+    let targets = layer.targets(GateUpTargets::Fused);
     layer.adapt(&targets, config, &device).unwrap();
     layer
 }
@@ -384,7 +384,7 @@ fn a_dense_linear_synchronised_over_dp_has_the_gradient_of_the_whole_batch() {
         let config = LoraConfig::new(RANK, 8.0).with_dtype(DType::F64);
         let lora = linear.adapt("o_proj", &config, &device).unwrap();
         let (a, b) = (adapter.a.to_f32(), adapter.b.to_f32());
-        lora.load(1, &a, &b, &device).unwrap();
+        lora.load(&a, &b, &device).unwrap();
         let own = range_of(&dealt, mesh.dp().rank());
         let rows = RowGroups::whole(own.len());
         let input = mesh

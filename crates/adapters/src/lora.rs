@@ -151,14 +151,10 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
     ///
     /// # Errors
     ///
-    /// When the values do not fill the full shapes; nothing is changed then.
-    pub fn load(
-        &mut self,
-        experts: usize,
-        a: &[f32],
-        b: &[f32],
-        device: &B::Device,
-    ) -> Result<(), AdapterError> {
+    /// When the values do not fill the shapes of one `E` that holds the local experts; nothing is
+    /// changed then.
+    pub fn load(&mut self, a: &[f32], b: &[f32], device: &B::Device) -> Result<(), AdapterError> {
+        let experts = self.a.layout().experts_in(a.len());
         let cut = |layout: &WeightLayout, values: &[f32]| {
             let values = layout.cut(&self.path, experts, values)?;
             Ok(Weight::from_values(

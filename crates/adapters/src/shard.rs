@@ -107,6 +107,17 @@ impl WeightLayout {
         local
     }
 
+    /// The number of experts whose full weights are so many values. Every expert parallel rank
+    /// holds equally many experts, so it is a multiple of the local number; of values that fit
+    /// none, [`cut`](Self::cut) says so.
+    pub(crate) fn experts_in(&self, values: usize) -> usize {
+        let Some(local) = &self.experts else {
+            return 1;
+        };
+        let experts = values.checked_div(self.d_out * self.d_in).unwrap_or(0);
+        experts - experts.checked_rem(local.len()).unwrap_or(0)
+    }
+
     /// Cuts the local part out of the full `[experts, d_out, d_in]` in row-major order.
     ///
     /// # Errors

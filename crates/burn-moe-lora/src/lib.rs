@@ -20,7 +20,7 @@
 //!     let experts = MlpWeights { gate: &w, up: &w, down: &w, biases: None };
 //!     let weights = MoeWeights { router: &router, experts, ..Default::default() };
 //!     let mut layer = MoeConfig::new("mlp", 16, 32, 8, 2).init(weights, &mesh, &device)?;
-//!     let paths = Targets::new(["gate_up_proj", "down_proj"]).select(&layer.targets(GateUp::Fused))?;
+//!     let paths = Targets::new(["gate_up_proj", "down_proj"]).select(&layer.targets(GateUpTargets::Fused))?;
 //!     layer.adapt(&paths, &LoraConfig::new(4, 8.0), &device)?;
 //!
 //!     let x = Tensor::random([5, 16], Distribution::Default, &device); // this rank's own tokens
@@ -64,8 +64,8 @@ pub mod prelude {
         sync_gradients,
     };
     pub use moe_lora_experts::{
-        GateUp, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer, MoeWeights,
-        RouterScore, SharedConfig, WeighAt,
+        GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
+        MoeWeights, RouterScore, SharedConfig, WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
     pub use moe_lora_parallel::{

@@ -7,8 +7,8 @@ use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TrainedWeight}
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
 use crate::{
-    Dispatch, ExpertsError, GateUp, GluActivation, MlpConfig, MlpWeights, RouterScore, Routing,
-    SharedExperts, SwigluMlp, TopKRouter,
+    Dispatch, ExpertsError, GateUpTargets, GluActivation, MlpConfig, MlpWeights, RouterScore,
+    Routing, SharedExperts, SwigluMlp, TopKRouter,
 };
 
 /// Where the routing weights are multiplied in. The two agree but for rounding, and where experts
@@ -228,7 +228,7 @@ pub struct MoeLayer<B: Backend> {
 
 impl<B: Backend> MoeLayer<B> {
     /// Paths that an adapter can be put on.
-    pub fn targets(&self, gate_up: GateUp) -> Vec<String> {
+    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
         let mut paths = self.experts.targets(gate_up);
         if let Some(shared) = &self.shared {
             paths.extend(shared.mlp.targets(gate_up));
@@ -249,7 +249,7 @@ impl<B: Backend> MoeLayer<B> {
         config: &LoraConfig,
         device: &B::Device,
     ) -> Result<(), ExpertsError> {
-        let known: Vec<String> = [GateUp::Fused, GateUp::Separate]
+        let known: Vec<String> = [GateUpTargets::Fused, GateUpTargets::Separate]
             .into_iter()
             .flat_map(|gate_up| self.targets(gate_up))
             .collect();

@@ -16,6 +16,6 @@ pub use activation::GluActivation;
 pub use dispatcher::Dispatch;
 pub use error::ExpertsError;
 pub use layer::{MoeConfig, MoeLayer, MoeWeights, SharedConfig, WeighAt};
-pub use mlp::{GateUp, MlpBiases, MlpConfig, MlpWeights, SwigluMlp};
+pub use mlp::{GateUpTargets, MlpBiases, MlpConfig, MlpWeights, SwigluMlp};
 pub use router::{RouterScore, Routing, TopKRouter};
 pub use shared::SharedExperts;

@@ -19,7 +19,7 @@ use crate::{ExpertsError, GluActivation};
 
 /// Whether gate and up have one adapter or one each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateUp {
+pub enum GateUpTargets {
     /// One `A` for both, `B [2F, r]`: target `gate_up_proj`.
     Fused,
     /// An adapter each, as most PEFT files have them: targets `gate_proj` and `up_proj`.
@@ -177,11 +177,11 @@ pub struct SwigluMlp<B: Backend, G: GroupKind> {
 
 impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
     /// Paths that an adapter can be put on.
-    pub fn targets(&self, gate_up: GateUp) -> Vec<String> {
+    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
         let paths = self.gate_up.targets();
         let fc1 = match gate_up {
-            GateUp::Fused => &paths[..1],
-            GateUp::Separate => &paths[1..],
+            GateUpTargets::Fused => &paths[..1],
+            GateUpTargets::Separate => &paths[1..],
         };
         fc1.iter()
             .chain(&self.down.targets())

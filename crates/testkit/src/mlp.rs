@@ -1,7 +1,7 @@
 //! MLPs with adapters, once for the oracle and once for the library.
 
 use moe_lora_adapters::{Activation, Lora, LoraConfig, Placement, Sharing};
-use moe_lora_experts::{GateUp, GluActivation, MlpBiases, MlpWeights, SwigluMlp};
+use moe_lora_experts::{GateUpTargets, GluActivation, MlpBiases, MlpWeights, SwigluMlp};
 use moe_lora_parallel::GroupKind;
 
 use crate::{Ad, Axis, Matrix, Noise, oracle};
@@ -16,7 +16,7 @@ pub struct MlpCase {
     /// `E`, 1 for an MLP of all rows.
     pub experts: usize,
     /// One adapter for gate and up, or one each.
-    pub gate_up: GateUp,
+    pub gate_up: GateUpTargets,
     /// The adapters.
     pub config: LoraConfig,
     /// Whether every linear has a bias.
@@ -85,7 +85,7 @@ impl MlpCase {
     /// Experts of these extents with SwiGLU and without biases.
     pub fn new(
         [hidden, intermediate, experts]: [usize; 3],
-        gate_up: GateUp,
+        gate_up: GateUpTargets,
         config: LoraConfig,
     ) -> Self {
         Self {
@@ -112,8 +112,8 @@ impl MlpCase {
                 first_row,
             };
             let gate_up = match self.gate_up {
-                GateUp::Fused => vec![lora(0, h, 2 * f)],
-                GateUp::Separate => vec![lora(0, h, f), lora(f, h, f)],
+                GateUpTargets::Fused => vec![lora(0, h, 2 * f)],
+                GateUpTargets::Separate => vec![lora(0, h, f), lora(f, h, f)],
             };
             [gate_up, vec![lora(0, f, h)]]
         };
@@ -183,7 +183,6 @@ impl MlpCase {
             experts.iter().flat_map(|lora| of(lora).to_f32()).collect()
         };
         lora.load(
-            count,
             &values(|lora| &lora.a),
             &values(|lora| &lora.b),
             &Default::default(),
@@ -194,8 +193,8 @@ impl MlpCase {
     /// The axes of `A` and `B` of each adapter, in the order of the MLP's factors.
     pub fn axes(&self) -> Vec<Axis> {
         let gate_up: &[Axis] = match self.gate_up {
-            GateUp::Fused => &[Axis::Rows(1), Axis::Rows(2)],
-            GateUp::Separate => &[Axis::Rows(1); 4],
+            GateUpTargets::Fused => &[Axis::Rows(1), Axis::Rows(2)],
+            GateUpTargets::Separate => &[Axis::Rows(1); 4],
         };
         [gate_up, &[Axis::Columns, Axis::Rows(1)]].concat()
     }

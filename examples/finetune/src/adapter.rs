@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{Lora, LoraConfig, Placement, Targets};
-use burn_moe_lora::experts::{GateUp as GateUpKind, MoeLayer};
+use burn_moe_lora::experts::{GateUpTargets, MoeLayer};
 use burn_moe_lora::interchange::{
     ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter, PeftLayout,
 };
@@ -22,7 +22,7 @@ pub enum AdapterPlan {
         /// Rank, scale and start values.
         config: LoraConfig,
         /// Whether gate and up share an adapter.
-        gate_up: GateUpKind,
+        gate_up: GateUpTargets,
         /// Patterns over the paths of linears; none for all of the routed experts' linears.
         targets: Vec<String>,
     },
@@ -74,13 +74,13 @@ impl AdapterPlan {
                 }
             }
             Self::Stored(adapters) => {
-                let known: Vec<_> = [GateUpKind::Fused, GateUpKind::Separate]
+                let known: Vec<_> = [GateUpTargets::Fused, GateUpTargets::Separate]
                     .map(|kind| blocks.targets(kind))
                     .concat();
                 // An adapter of a linear that is not there is refused with the nearest name.
                 Targets::new(adapters.keys()).select(&known)?;
                 for layer in &mut blocks.layers {
-                    let own = [GateUpKind::Fused, GateUpKind::Separate]
+                    let own = [GateUpTargets::Fused, GateUpTargets::Separate]
                         .map(|kind| layer.experts.targets(kind))
                         .concat();
                     for (path, config) in adapters.iter().filter(|(path, _)| own.contains(path)) {
@@ -207,8 +207,7 @@ fn load<B: Backend, P: Placement>(
     pair: &FactorPair,
     device: &B::Device,
 ) -> Result<()> {
-    let experts = pair.a.shape()[0];
-    Ok(lora.load(experts, pair.a.data(), pair.b.data(), device)?)
+    Ok(lora.load(pair.a.data(), pair.b.data(), device)?)
 }
 
 fn gather_layer<B: ParallelBackend>(layer: &MoeLayer<B>, mesh: &Mesh<B>) -> Result<ExpertAdapter> {

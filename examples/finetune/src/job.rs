@@ -13,7 +13,7 @@ use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::Device;
 use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, stored_adapters};
 use burn_moe_lora::checkpoint::Checkpoint;
-use burn_moe_lora::experts::GateUp;
+use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::{HubModel, InterchangeError, PeftAdapter, write_model};
 use burn_moe_lora::parallel::{Mesh, MockRank, MockWorld, Topology, TopologyConfig};
 use tempfile::NamedTempFile;
@@ -87,8 +87,8 @@ impl Job {
             (None, None) => AdapterPlan::New {
                 config: LoraConfig::new(args.rank, args.alpha).with_seed(args.seed),
                 gate_up: match args.separate {
-                    true => GateUp::Separate,
-                    false => GateUp::Fused,
+                    true => GateUpTargets::Separate,
+                    false => GateUpTargets::Fused,
                 },
                 targets: args.targets.clone(),
             },

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{AdapterBackend, TrainedWeight};
 use burn_moe_lora::experts::{
-    GateUp, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig,
+    GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig,
 };
 use burn_moe_lora::interchange::{HostTensor, HubModel, ModelConfig};
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
@@ -39,7 +39,7 @@ impl<B: Backend> MoeBlocks<B> {
     /// Paths of the routed experts' linears, layer by layer.
     ///
     /// Those of shared experts are left out, as the files of PEFT adapters written here hold none for them.
-    pub fn targets(&self, gate_up: GateUp) -> Vec<String> {
+    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
         let layers = self.layers.iter();
         layers
             .flat_map(|layer| layer.experts.targets(gate_up))

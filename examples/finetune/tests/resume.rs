@@ -10,7 +10,7 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
 use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, load_adapters, stored_adapters};
 use burn_moe_lora::checkpoint::{Checkpoint, Strictness};
-use burn_moe_lora::experts::GateUp;
+use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::asset;
@@ -90,7 +90,7 @@ impl Run {
 fn new_adapters() -> AdapterPlan {
     AdapterPlan::New {
         config: LoraConfig::new(4, 8.0).with_seed(11),
-        gate_up: GateUp::Fused,
+        gate_up: GateUpTargets::Fused,
         targets: vec![],
     }
 }

@@ -6,7 +6,7 @@ use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer};
-use burn_moe_lora::experts::GateUp as GateUpKind;
+use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::{
     FactorPair, GateUp, HostTensor, HubModel, PeftAdapter, write_model,
 };
@@ -186,7 +186,7 @@ fn another_learning_rate_or_scale_misses_the_recorded_run() {
     assert!(deviation(&losses, &expected[..5]) > 1e-4);
 }
 
-fn new_plan(gate_up: GateUpKind, seed: u64) -> AdapterPlan {
+fn new_plan(gate_up: GateUpTargets, seed: u64) -> AdapterPlan {
     AdapterPlan::New {
         config: LoraConfig::new(8, 16.0).with_seed(seed),
         gate_up,
@@ -215,7 +215,7 @@ fn losses_do_not_depend_on_the_topology() {
     let hub = model();
     let sgd = || (|| SgdConfig::new().init(), 0.5);
     let adamw = || (|| AdamWConfig::new().init(), 5e-3);
-    for gate_up in [GateUpKind::Fused, GateUpKind::Separate] {
+    for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
         let plan = new_plan(gate_up, 0);
         let alone = [
             three_losses(&hub, &plan, (1, 1, 1), sgd()),
@@ -268,7 +268,7 @@ fn ranks_whose_experts_get_no_tokens_keep_step() {
     let hub = HubModel::open(folder.path()).unwrap();
 
     let sgd = || (|| SgdConfig::new().init(), 0.5);
-    for gate_up in [GateUpKind::Fused, GateUpKind::Separate] {
+    for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
         let plan = new_plan(gate_up, 0);
         let alone = three_losses(&hub, &plan, (1, 1, 1), sgd());
         for topology in [(2, 2, 1), (4, 2, 2), (4, 4, 1)] {
