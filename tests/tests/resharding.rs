@@ -1,0 +1,318 @@
+//! Adapters and optimizer state saved at one topology and loaded at another.
+
+use std::path::Path;
+
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
+use burn::tensor::{DType, Tensor, TensorData};
+use moe_lora_adapters::{
+    Init, LoraConfig, ResumeError, Sharing, Weight, load_adapters, load_checkpoint,
+    save_checkpoint, stored_adapters, sync_gradients,
+};
+use moe_lora_checkpoint::{Checkpoint, CheckpointError, LoadReport, Strictness};
+use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
+use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
+use moe_lora_testkit::{Ad, mock, noise, ranks};
+
+const HIDDEN: usize = 8;
+const F: usize = 12;
+const EXPERTS: usize = 4;
+
+fn topology(world: usize, tp: usize, ep: usize, etp: usize) -> Topology {
+    let config = TopologyConfig::new(world);
+    config.with_tp(tp).with_ep(ep).with_etp(etp).init().unwrap()
+}
+
+/// The same values for gate, up and down.
+fn mlp(values: &[f32]) -> MlpWeights<'_> {
+    MlpWeights {
+        gate: values,
+        up: values,
+        down: values,
+        biases: None,
+    }
+}
+
+/// What the cases differ in.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    targets: GateUpTargets,
+    sharing: Sharing,
+    dtype: DType,
+}
+
+const CASES: [Case; 4] = [
+    Case {
+        targets: GateUpTargets::Fused,
+        sharing: Sharing::PerExpert,
+        dtype: DType::F32,
+    },
+    Case {
+        targets: GateUpTargets::Separate,
+        sharing: Sharing::PerExpert,
+        dtype: DType::F32,
+    },
+    Case {
+        targets: GateUpTargets::Fused,
+        sharing: Sharing::Shared,
+        dtype: DType::F32,
+    },
+    Case {
+        targets: GateUpTargets::Fused,
+        sharing: Sharing::PerExpert,
+        dtype: DType::BF16,
+    },
+];
+
+type Adam = OptimizerAdaptor<AdamW, MoeLayer<Ad>, Ad>;
+
+impl Case {
+    fn config(&self) -> LoraConfig {
+        LoraConfig::new(4, 8.0)
+            .with_init_b(Init::Kaiming)
+            .with_sharing(self.sharing)
+            .with_dtype(self.dtype)
+    }
+
+    /// A layer with shared experts, with adapters on all of its linears that start from `seed`.
+    fn layer(&self, seed: u64, mesh: &Mesh<Ad>) -> MoeLayer<Ad> {
+        let device = Default::default();
+        let values = |n: usize| noise(n as u64, 1, n).to_f32();
+        let (router, wide) = (values(EXPERTS * HIDDEN), values(EXPERTS * F * HIDDEN));
+        let narrow = values(F * HIDDEN);
+        let weights = MoeWeights {
+            router: &router,
+            router_bias: None,
+            correction_bias: None,
+            experts: mlp(&wide),
+            shared: Some((mlp(&narrow), None)),
+        };
+        let mut layer = MoeConfig::new("mlp", HIDDEN, F, EXPERTS, 2)
+            .with_dtype(self.dtype)
+            .with_shared(Some(SharedConfig {
+                intermediate: F,
+                gated: false,
+                overlap: false,
+            }))
+            .init(weights, mesh, &device)
+            .unwrap();
+        let config = self.config().with_seed(seed);
+        layer
+            .adapt(&layer.targets(self.targets), &config, &device)
+            .unwrap();
+        layer
+    }
+
+    /// A layer and its optimizer after one step.
+    fn trained(&self, mesh: &Mesh<Ad>) -> (MoeLayer<Ad>, Adam) {
+        let layer = self.layer(1, mesh);
+        let mut adam = AdamWConfig::new().init();
+        let x = noise(7 + mesh.rank() as u64, 5, HIDDEN).to_f32();
+        let x = TensorData::new(x, [5, HIDDEN]);
+        let x = Tensor::<Ad, 2>::from_data(x, (&Default::default(), self.dtype));
+        let loss = layer.forward(x, mesh).powi_scalar(2).sum();
+        let grads = GradientsParams::from_grads(loss.backward(), &layer);
+        let grads = sync_gradients(&layer.trained_weights(), grads, mesh);
+        (adam.step(0.1, layer, grads), adam)
+    }
+
+    /// Trains at a topology and saves after 3 steps, as the step counter says.
+    fn save(&self, topology: Topology, folder: &Path) {
+        ranks(&mock(topology), topology, |mesh| {
+            let (layer, adam) = self.trained(&mesh);
+            save_checkpoint(folder, 3, &layer.trained_weights(), &adam, &mesh).unwrap();
+        });
+    }
+
+    /// Loads into other values at a topology and saves what was loaded.
+    fn move_to(&self, topology: Topology, from: &Path, to: &Path) -> Vec<LoadReport> {
+        let checkpoint = Checkpoint::open(from).unwrap();
+        ranks(&mock(topology), topology, |mesh| {
+            let layer = self.layer(2, &mesh);
+            let mut adam = AdamWConfig::new().init();
+            let (layer, report) = load_checkpoint(
+                &checkpoint,
+                layer,
+                MoeLayer::trained_weights,
+                &mut adam,
+                &mesh,
+                Strictness::Exact,
+            )
+            .unwrap();
+            save_checkpoint(to, 3, &layer.trained_weights(), &adam, &mesh).unwrap();
+            report
+        })
+    }
+}
+
+/// Every tensor of a checkpoint, whole.
+fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let tensors = checkpoint.manifest().tensors.iter();
+    tensors
+        .map(|entry| {
+            let whole = checkpoint.full(&entry.layout.key).unwrap();
+            (entry.layout.key.clone(), whole.bytes)
+        })
+        .collect()
+}
+
+#[test]
+fn what_was_saved_at_2_2_is_the_same_to_the_bit_at_every_topology() {
+    for case in CASES {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        case.save(topology(4, 2, 2, 2), &at("saved"));
+        let saved = contents(&at("saved"));
+        // Fc1, fc2 and the shared expert's two: A and B, two moments and a time of each.
+        let linears = match case.targets {
+            GateUpTargets::Fused => 4,
+            GateUpTargets::Separate => 6,
+        };
+        assert_eq!(saved.len(), linears * 2 * 4, "{case:?}");
+        for (world, tp, ep, etp) in [
+            (1, 1, 1, 1),
+            (4, 1, 4, 1),
+            (4, 4, 1, 4),
+            (2, 2, 2, 1),
+            (4, 2, 2, 2),
+            (8, 2, 2, 2),
+        ] {
+            let to = at("moved");
+            let reports = case.move_to(topology(world, tp, ep, etp), &at("saved"), &to);
+            assert!(contents(&to) == saved, "{case:?} ep={ep} etp={etp} tp={tp}");
+            for report in reports {
+                assert_eq!(report.applied.len(), saved.len());
+                let same = (tp, ep, etp) == (2, 2, 2);
+                assert_eq!(report.resharded.is_empty(), same, "{report}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_fused_factor_keeps_gate_and_up_in_halves_of_their_own() {
+    // Each rank holds rows of gate and rows of up; the file has all of gate before all of up.
+    let folder = tempfile::tempdir().unwrap();
+    let etp = topology(2, 1, 1, 2);
+    let parts = ranks(&mock(etp), etp, |mesh| {
+        let (layer, adam) = CASES[0].trained(&mesh);
+        save_checkpoint(folder.path(), 1, &layer.trained_weights(), &adam, &mesh).unwrap();
+        let Weight::PerExpert(b) = &layer.experts.gate_up.adapters[0].b.weight else {
+            panic!("an adapter an expert");
+        };
+        b.val().into_data().to_vec::<f32>().unwrap()
+    });
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let whole = checkpoint.full("mlp.experts.gate_up_proj.lora_B").unwrap();
+    assert_eq!(whole.shape, [EXPERTS, 2 * F, 4]);
+    let whole: Vec<f32> = whole
+        .bytes
+        .chunks_exact(4)
+        .map(|word| f32::from_le_bytes(word.try_into().unwrap()))
+        .collect();
+    let row = |values: &[f32], rows: usize, expert: usize, row: usize| {
+        values[(expert * rows + row) * 4..][..4].to_vec()
+    };
+    let half = F / 2;
+    let (mut right, mut halved) = (true, true);
+    for expert in 0..EXPERTS {
+        for (rank, part) in parts.iter().enumerate() {
+            for local in 0..F {
+                let (fragment, inside) = (local / half, local % half);
+                let found = row(part, F, expert, local);
+                let global = fragment * F + rank * half + inside;
+                right &= found == row(&whole, 2 * F, expert, global);
+                // Negative control: the ranks' rows one after the other.
+                halved &= found == row(&whole, 2 * F, expert, rank * F + local);
+            }
+        }
+    }
+    assert!(right && !halved);
+}
+
+#[test]
+fn replicas_beyond_those_that_saved_get_the_same_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = CASES[0];
+    case.save(topology(4, 1, 1, 1), folder.path());
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let eight = topology(8, 1, 1, 1);
+    let values = ranks(&mock(eight), eight, |mesh| {
+        let (layer, _) = load_adapters(
+            &checkpoint,
+            case.layer(2, &mesh),
+            MoeLayer::trained_weights,
+            &mesh,
+            Strictness::AllowUnexpected,
+        )
+        .unwrap();
+        let Weight::PerExpert(a) = &layer.experts.down.adapters[0].a.weight else {
+            panic!("an adapter an expert");
+        };
+        a.val().into_data().to_vec::<f32>().unwrap()
+    });
+    assert!(values.iter().all(|rank| *rank == values[0]));
+}
+
+#[test]
+fn replicas_that_differ_are_not_saved_and_every_rank_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = CASES[0];
+    case.save(topology(2, 1, 1, 1), folder.path());
+    let before = contents(folder.path());
+    let two = topology(2, 1, 1, 1);
+    let messages = ranks(&mock(two), two, |mesh| {
+        // Start values that depend on the rank.
+        let layer = case.layer(mesh.rank() as u64, &mesh);
+        let adam: Adam = AdamWConfig::new().init();
+        let saved = save_checkpoint(folder.path(), 4, &layer.trained_weights(), &adam, &mesh);
+        saved.unwrap_err()
+    });
+    assert!(
+        matches!(&messages[0], ResumeError::Checkpoint(CheckpointError::UnequalReplicas { key, .. })
+            if key.contains("lora_A")),
+        "{}",
+        messages[0]
+    );
+    assert!(matches!(messages[1], ResumeError::OtherRank { rank: 1 }));
+    assert!(contents(folder.path()) == before);
+}
+
+#[test]
+fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = CASES[0];
+    case.save(topology(1, 1, 1, 1), folder.path());
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mesh = Mesh::<Ad>::solo();
+    let load = |config: LoraConfig, targets: &[&str]| {
+        let device = Default::default();
+        let mut layer = case.layer(2, &mesh);
+        layer.merge(&mesh).unwrap();
+        let known = layer.targets(GateUpTargets::Fused);
+        let chosen: Vec<_> = known
+            .into_iter()
+            .filter(|path| targets.iter().any(|target| path.ends_with(target)))
+            .collect();
+        layer.adapt(&chosen, &config, &device).unwrap();
+        let outcome = load_adapters(
+            &checkpoint,
+            layer,
+            MoeLayer::trained_weights,
+            &mesh,
+            Strictness::AllowUnexpected,
+        );
+        outcome.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let all = ["gate_up_proj", "down_proj"];
+    assert_eq!(load(case.config(), &all), Ok(()));
+    let scale = load(LoraConfig::new(4, 16.0), &all).unwrap_err();
+    assert!(scale.contains("alpha: 16.0"), "{scale}");
+    let rank = load(LoraConfig::new(2, 4.0), &all).unwrap_err();
+    assert!(rank.contains("rank: 4"), "{rank}");
+    assert_eq!(
+        stored_adapters(&checkpoint)["mlp.experts.down_proj"].alpha,
+        8.0
+    );
+}
