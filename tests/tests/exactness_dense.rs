@@ -7,13 +7,14 @@
 use burn::module::Param;
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
+    Activation, ColumnLinear, Linear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
     RowLinear, TrainedWeight,
 };
 use moe_lora_experts::{GateUpTargets, MlpConfig, SharedExperts};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
-    CollectiveOp, GroupKind, GroupName, Mesh, MockWorld, Topology, TopologyConfig, Tp, range_of,
+    CollectiveOp, GroupKind, GroupName, Mesh, MockWorld, Partial, Topology, TopologyConfig, Tp,
+    range_of,
 };
 use moe_lora_testkit::{
     Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
@@ -57,7 +58,7 @@ fn grid() -> Vec<(usize, LoraConfig)> {
 
 // ---- linears -----------------------------------------------------------------------------------
 
-/// A linear with an adapter, its input and the cotangent of its output, and what one device makes
+/// A linear with a bias and an adapter, its input and the cotangent of its output, and what one device makes
 /// of them.
 struct Case {
     x: Matrix,
@@ -85,7 +86,8 @@ impl Case {
             silu: config.activation == Activation::Silu,
             first_row: 0,
         };
-        let linear = oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]);
+        let linear =
+            oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]).with_bias(noise(6, 1, D_OUT));
         Self {
             y: linear.forward(&x),
             grads: linear.backward(&x, &g),
@@ -96,12 +98,16 @@ impl Case {
         }
     }
 
-    fn base(&self) -> LinearConfig {
-        LinearConfig::new("fc", D_IN, D_OUT).with_dtype(self.config.dtype)
-    }
-
-    fn weight(&self) -> impl FnMut(usize, usize, usize) -> f32 + '_ {
-        |_, row, column| self.linear.weight().at(row, column) as f32
+    /// The linear without its adapter.
+    fn base<P: Placement>(&self, mesh: &Mesh<Ad>) -> Linear<Ad, Tp, P> {
+        let device = Default::default();
+        let weight = |_, row, column| self.linear.weight().at(row, column) as f32;
+        let bias = |_, row| self.linear.bias().unwrap().at(0, row) as f32;
+        LinearConfig::new("fc", D_IN, D_OUT)
+            .with_dtype(self.config.dtype)
+            .init(mesh.tp(), weight, &device)
+            .and_then(|linear| linear.with_bias(bias, &device))
+            .unwrap()
     }
 
     fn load<G: GroupKind, P: Placement>(&self, lora: &mut Lora<Ad, G, P>) {
@@ -128,8 +134,7 @@ impl Case {
 
     fn column(&self, mesh: &Mesh<Ad>) -> Found {
         let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: ColumnLinear<Ad, Tp> =
-            self.base().init(group, self.weight(), &device).unwrap();
+        let mut linear: ColumnLinear<Ad, Tp> = self.base(mesh);
         self.load(linear.adapt("fc", &self.config, &device).unwrap());
         let x = self.x.tensor(self.config.dtype).require_grad();
         let input = group.replicated(x.clone()).copy_to();
@@ -141,8 +146,7 @@ impl Case {
 
     fn row(&self, mesh: &Mesh<Ad>, sum: Sum) -> Found {
         let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: RowLinear<Ad, Tp> =
-            self.base().init(group, self.weight(), &device).unwrap();
+        let mut linear: RowLinear<Ad, Tp> = self.base(mesh);
         self.load(linear.adapt("fc", &self.config, &device).unwrap());
         let x = shard(&self.x, Axis::Columns, group.rank(), group.size());
         let x = x.tensor(self.config.dtype).require_grad();
@@ -166,8 +170,7 @@ impl Case {
 
     fn replicated(&self, mesh: &Mesh<Ad>) -> Found {
         let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: ReplicatedLinear<Ad, Tp> =
-            self.base().init(group, self.weight(), &device).unwrap();
+        let mut linear: ReplicatedLinear<Ad, Tp> = self.base(mesh);
         self.load(linear.adapt("fc", &self.config, &device).unwrap());
         let x = self.x.tensor(self.config.dtype).require_grad();
         let y = linear.forward(group.replicated(x.clone()), &RowGroups::whole(TOKENS));
@@ -286,7 +289,9 @@ fn exchanged_shards_a_doubled_scale_and_a_missing_sum_are_seen() {
     }
 
     // The scale applied a second time, or not at all.
-    let base = case.x.times(&case.linear.weight().transposed());
+    let bias = case.linear.bias().unwrap();
+    let base = oracle::Linear::new(case.linear.weight().clone(), Vec::new());
+    let base = base.with_bias(bias.clone()).forward(&case.x);
     let delta = case.y.zip(&base, |y, base| y - base);
     assert_far(
         "scale twice",
@@ -308,6 +313,43 @@ fn exchanged_shards_a_doubled_scale_and_a_missing_sum_are_seen() {
     let term = shard(&case.x, Axis::Columns, 0, 2)
         .times(&shard(case.linear.folded(), Axis::Columns, 0, 2).transposed());
     assert_far("own term of y", &term, &case.y);
+}
+
+#[test]
+fn a_whole_bias_in_each_rank_s_term_is_seen_and_a_bias_that_cannot_be_cut_refused() {
+    let case = Case::new(LoraConfig::new(RANK, ALPHA).with_dtype(DType::F64));
+    let bias = case.linear.bias().unwrap();
+    let found = ranks(&mock(tp(2)), tp(2), |mesh| {
+        let (group, device) = (mesh.tp(), Default::default());
+        let mut linear: RowLinear<Ad, Tp> = case.base(&mesh);
+        case.load(linear.adapt("fc", &case.config, &device).unwrap());
+        linear.bias = None;
+        let x = shard(&case.x, Axis::Columns, group.rank(), 2).tensor(DType::F64);
+        let term = linear.forward_suppressed(group.shard(x), &RowGroups::whole(TOKENS));
+        let whole = group.partial(bias.pick_rows([0; TOKENS]).tensor(DType::F64));
+        let y = |term: Partial<Ad, Tp>| Matrix::read(term.reduce_from().into_tensor());
+        [y(term.clone()), y(term + whole)]
+    });
+    for y in found.iter().flatten() {
+        assert_far("no bias, or one a rank", y, &case.y);
+    }
+
+    let messages = ranks(&mock(tp(4)), tp(4), |mesh| {
+        let (group, device) = (mesh.tp(), Default::default());
+        let linear: RowLinear<Ad, Tp> = LinearConfig::new("fc", 4, 6)
+            .init(group, |_, _, _| 0.0, &device)
+            .unwrap();
+        linear
+            .with_bias(|_, _| 0.0, &device)
+            .unwrap_err()
+            .to_string()
+    });
+    for message in messages {
+        assert_eq!(
+            message,
+            "fc.bias: d_out=6 is not divisible by tp_size=4 (choose a divisor of 6 as tp_size)"
+        );
+    }
 }
 
 #[test]
@@ -554,8 +596,7 @@ fn a_batch_without_tokens_gives_an_empty_output_and_zero_gradients() {
         let case = Case::new(LoraConfig::new(RANK, ALPHA));
         let found = ranks(&mock(tp(size)), tp(size), |mesh| {
             let (group, device) = (mesh.tp(), Default::default());
-            let mut linear: RowLinear<Ad, Tp> =
-                case.base().init(group, case.weight(), &device).unwrap();
+            let mut linear: RowLinear<Ad, Tp> = case.base(&mesh);
             case.load(linear.adapt("fc", &case.config, &device).unwrap());
             let x = Matrix::zeros(0, D_IN / group.size());
             let x = x.tensor(DType::F32).require_grad();

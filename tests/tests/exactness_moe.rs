@@ -8,17 +8,16 @@ use std::collections::BTreeMap;
 
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{LinearConfig, LoraConfig, RowLinear, Sharing, sync_gradients};
+use moe_lora_adapters::{LoraConfig, Sharing, sync_gradients};
 use moe_lora_experts::{
     GateUpTargets, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
 };
-use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
-    Call, CollectiveOp, ExpertTp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
+    Call, CollectiveOp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
 };
 use moe_lora_testkit::{
     Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
-    ranks, shard, synced_gradient, unshard, unshard_experts,
+    ranks, synced_gradient, unshard, unshard_experts,
 };
 
 const HIDDEN: usize = 8;
@@ -750,39 +749,6 @@ fn a_bias_counted_on_every_rank_or_dropped_and_a_missing_clamp_are_seen() {
         ..moe.clone()
     };
     assert_far("no router bias", &no_router_bias.forward(&x), &outcome.y);
-}
-
-#[test]
-fn a_bias_added_whole_to_each_rank_s_term_is_counted_once_a_rank() {
-    let topology = place(1, 1, 2, &[1, 1]).topology;
-    let (weight, bias) = (noise(1, 4, 4), noise(2, 1, 4));
-    let linear = oracle::Linear::new(weight.clone(), Vec::new()).with_bias(bias.clone());
-    let x = noise(3, 3, 4);
-    let found = ranks(&mock(topology), topology, |mesh| {
-        let (group, device) = (mesh.expert_tp(), Default::default());
-        let value = |_, row, column| weight.at(row, column) as f32;
-        let base: RowLinear<Ad, ExpertTp> = LinearConfig::new("down", 4, 4)
-            .with_dtype(DType::F64)
-            .init(group, value, &device)
-            .unwrap();
-        let row_bias = |_, row| bias.at(0, row) as f32;
-        let biased = base.clone().with_bias(row_bias, &device).unwrap();
-        let rows = RowGroups::whole(3);
-        let x = || group.shard(shard(&x, Axis::Columns, group.rank(), 2).tensor(DType::F64));
-        let whole = group.partial(bias.pick_rows([0; 3]).tensor(DType::F64));
-        [
-            biased.forward(x(), &rows),
-            biased.forward_suppressed(x(), &rows).reduce_from(),
-            (base.forward_suppressed(x(), &rows) + whole).reduce_from(),
-        ]
-        .map(|y| Matrix::read(y.into_tensor()))
-    });
-    let expected = linear.forward(&x);
-    for [ordinary, suppressed, wrong] in &found {
-        assert_close("ordinary", ordinary, &expected, DType::F64, 8);
-        assert_close("suppressed", suppressed, &expected, DType::F64, 8);
-        assert_far("whole bias on each rank", wrong, &expected);
-    }
 }
 
 #[test]
