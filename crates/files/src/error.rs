@@ -139,6 +139,26 @@ pub enum FileError {
         /// Elements supplied.
         len: usize,
     },
+    /// A tensor whose type is not the one that is needed.
+    #[error("tensor {name:?} is {found}, expected {expected} (write it in the expected type)")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// Its type.
+        found: Dtype,
+        /// The type needed.
+        expected: Dtype,
+    },
+    /// A tensor that a file's header announces and that was never written.
+    #[error(
+        "tensor {name:?} was announced in {path} but not written (write every announced tensor)"
+    )]
+    Unwritten {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
     /// A finite value that the type on disk would turn into an infinity.
     #[error(
         "tensor {name:?} holds {value}, which overflows {dtype} (start from a copy of the model stored in a wider type)"

@@ -3,6 +3,7 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`TensorFile`] | a memory-mapped safetensors file |
+//! | [`TensorWriter`] | a safetensors file written tensor by tensor |
 //! | [`StoredTensor`] | the bytes of a tensor in its type on disk |
 //! | [`HostTensor`] | a tensor in `f32` |
 //! | [`JsonFile`] | a JSON object whose fields are asked for by name |
@@ -19,9 +20,11 @@ mod json_file;
 mod staging;
 mod tensor;
 mod tensor_file;
+mod tensor_writer;
 
 pub use error::{FileError, nearest_name};
 pub use json_file::{JsonFile, regular_file_len};
 pub use staging::Staging;
 pub use tensor::{HostTensor, expect_shape};
 pub use tensor_file::{StoredTensor, TensorFile};
+pub use tensor_writer::TensorWriter;

@@ -1,8 +1,8 @@
 //! Files written beside their destination and renamed into place together.
 
-use crate::FileError;
-use crate::StoredTensor;
-use safetensors::SafeTensorError;
+use crate::json_file::regular_file_len;
+use crate::{FileError, StoredTensor, TensorWriter};
+use safetensors::{Dtype, SafeTensorError};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -88,6 +88,37 @@ impl Staging {
             FileError::io("write", &path)(source)
         })?;
         fs::set_permissions(&path, permissions).map_err(FileError::io("write", &path))
+    }
+
+    /// Begins a safetensors file of the announced tensors, to appear as `name`; the writer has to be
+    /// finished before [`commit`](Self::commit).
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorWriter::create`].
+    pub fn tensor_writer(
+        &mut self,
+        name: &str,
+        tensors: impl IntoIterator<Item = (String, Dtype, Vec<usize>)>,
+    ) -> Result<TensorWriter, FileError> {
+        self.names.push(name.to_owned());
+        TensorWriter::create(self.temporary.path().join(name), tensors)
+    }
+
+    /// Copies the regular file at `source`, to appear as `name`.
+    ///
+    /// # Errors
+    ///
+    /// When it is no regular file or cannot be copied.
+    pub fn copy(&mut self, name: &str, source: &Path) -> Result<(), FileError> {
+        regular_file_len(source)?;
+        let path = self.temporary.path().join(name);
+        self.names.push(name.to_owned());
+        // The contents alone: a read-only source must not make a read-only copy.
+        let mut from = File::open(source).map_err(FileError::io("open", source))?;
+        let mut to = File::create(&path).map_err(FileError::io("write", &path))?;
+        std::io::copy(&mut from, &mut to).map_err(FileError::io("write", &path))?;
+        Ok(())
     }
 
     /// Renames every file into place, in the order written, once all of them are on the disk.

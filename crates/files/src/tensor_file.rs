@@ -163,9 +163,45 @@ impl TensorFile {
     /// As [`tensor`](Self::tensor).
     pub fn widen(&self, name: &str, out: &mut Vec<f32>) -> Result<(), FileError> {
         let stored = self.stored(name)?;
-        let bytes = stored.bytes.as_ref();
+        self.widen_bytes(name, stored.dtype, &stored.bytes, out)
+    }
+
+    /// Appends the elements at `index` of the tensor's first axis to `out` in `f32`.
+    ///
+    /// # Errors
+    ///
+    /// As [`tensor`](Self::tensor).
+    ///
+    /// # Panics
+    ///
+    /// When `index` is not below the size of the first axis.
+    pub fn widen_outer(
+        &self,
+        name: &str,
+        index: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), FileError> {
+        let stored = self.stored(name)?;
+        let size = stored.shape.first().copied().unwrap_or(0);
+        assert!(
+            index < size,
+            "index {index} is outside the first axis of shape {:?}",
+            stored.shape
+        );
+        let stride = stored.bytes.len() / size;
+        let bytes = &stored.bytes[index * stride..(index + 1) * stride];
+        self.widen_bytes(name, stored.dtype, bytes, out)
+    }
+
+    fn widen_bytes(
+        &self,
+        name: &str,
+        dtype: Dtype,
+        bytes: &[u8],
+        out: &mut Vec<f32>,
+    ) -> Result<(), FileError> {
         let halves = || bytes.as_chunks::<2>().0.iter().copied();
-        match stored.dtype {
+        match dtype {
             Dtype::F32 => out.extend(bytes.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le))),
             Dtype::BF16 => out.extend(halves().map(|le| bf16::from_le_bytes(le).to_f32())),
             Dtype::F16 => out.extend(halves().map(|le| f16::from_le_bytes(le).to_f32())),
@@ -180,6 +216,23 @@ pub struct StoredTensor<'a> {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Cow<'a, [u8]>,
+}
+
+impl StoredTensor<'_> {
+    /// The type of the elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The size of each axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The elements as they are on disk: little-endian, last axis fastest.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 impl StoredTensor<'static> {
