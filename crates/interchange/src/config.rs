@@ -1,76 +1,98 @@
 //! The sizes and switches of a Mixture-of-Experts model, from its `config.json`.
 
 use crate::InterchangeError;
+use crate::attention::AttentionConfig;
+use crate::family::{Family, Sizes};
 use moe_lora_files::{FileError, JsonFile};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Largest size of an axis; keeps every product of two sizes inside 64 bits.
-const MAX_SIZE: usize = i32::MAX as usize;
+pub(crate) const MAX_SIZE: usize = i32::MAX as usize;
 /// Largest number of layers or experts.
 const MAX_COUNT: usize = 1 << 16;
-
-/// A model family, by the `model_type` of its configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// `qwen3_moe`: per-head norms on q and k.
-    Qwen3Moe,
-    /// `qwen2_moe`: a gated shared expert beside the routed ones.
-    Qwen2Moe,
-    /// `olmoe`: norms over all of q and k.
-    Olmoe,
-}
-
-impl Family {
-    const ALL: [Self; 3] = [Self::Qwen3Moe, Self::Qwen2Moe, Self::Olmoe];
-
-    /// The family's `model_type`.
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Family::Qwen3Moe => "qwen3_moe",
-            Family::Qwen2Moe => "qwen2_moe",
-            Family::Olmoe => "olmoe",
-        }
-    }
-}
 
 /// The sizes and switches of a model, checked against each other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// The model family.
-    pub family: Family,
+    pub family: &'static Family,
     /// Rows of the embedding.
     pub vocab_size: usize,
     /// Hidden size `H`.
     pub hidden_size: usize,
-    /// Decoder layers.
+    /// Decoder layers, with and without experts.
     pub num_hidden_layers: usize,
-    /// Query heads.
-    pub num_attention_heads: usize,
-    /// Key and value heads; divides `num_attention_heads`.
-    pub num_key_value_heads: usize,
-    /// Width of one head; `hidden_size / num_attention_heads` where the file names none.
-    pub head_dim: usize,
-    /// Routed experts `E` of each layer.
+    /// Routed experts `E` of each MoE layer.
     pub num_experts: usize,
     /// Experts `K` that each token is sent to.
     pub num_experts_per_tok: usize,
     /// Intermediate size `F` of one routed expert.
     pub moe_intermediate_size: usize,
-    /// Whether the `K` router weights of a token are divided by their sum.
-    pub norm_topk_prob: bool,
+    /// What the experts compute between their projections.
+    pub activation: Activation,
+    /// How a token's experts and their weights are found.
+    pub router: Router,
+    /// The expert that every token is sent to, if there is one.
+    pub shared_expert: Option<SharedExpert>,
+    /// The attention, in families where it is grouped-query attention and no more.
+    pub attention: Option<AttentionConfig>,
     /// Added to the mean square inside every norm.
     pub rms_norm_eps: f64,
-    /// Base of the rotary embedding's wavelengths.
-    pub rope_theta: f64,
-    /// Intermediate size of the shared expert, in the family that has one.
-    pub shared_expert_intermediate_size: Option<usize>,
-    /// Whether the attention projections have biases: q, k and v in [`Family::Qwen2Moe`], also the
-    /// output projection in the others.
-    pub attention_bias: bool,
     /// Whether the output head is the embedding.
     pub tie_word_embeddings: bool,
     /// Longest sequence, in tokens.
     pub max_position_embeddings: usize,
+    dense_layers: BTreeSet<usize>,
+}
+
+/// What an expert computes from its gate and up projections, for its down projection.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activation {
+    /// `silu(gate) * up`.
+    Swiglu,
+    /// `gate * sigmoid(alpha * gate) * (up + 1)`, after the gate was cut to at most `limit` and up to
+    /// at most `limit` either way.
+    ClampedSwiglu {
+        /// Slope of the sigmoid.
+        alpha: f64,
+        /// Largest magnitude.
+        limit: f64,
+    },
+}
+
+/// How a token's `K` experts and their weights are found from its `E` logits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Router {
+    /// Softmax over all experts, then the `K` largest.
+    SoftmaxThenTopK {
+        /// Whether the weights are then divided by their sum.
+        renormalize: bool,
+    },
+    /// The `K` largest logits, bias included, then softmax over them.
+    TopKThenSoftmax,
+    /// The sigmoids of the logits are scores. The bias is added for the choice alone: of `groups`
+    /// equal groups of neighbouring experts, those `top_groups` whose two best experts have the
+    /// largest sum, and of their experts the `K` best. The weights are the scores without the bias.
+    GroupedSigmoid {
+        /// Groups that the experts are divided into; each has two experts or more.
+        groups: usize,
+        /// Groups that a token's experts come from.
+        top_groups: usize,
+        /// Whether the weights are divided by their sum.
+        renormalize: bool,
+        /// What they are multiplied by last.
+        scale: f64,
+    },
+}
+
+/// An expert that every token is sent to, beside the routed ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Its intermediate size; several shared experts count as one that is as wide as all of them.
+    pub intermediate_size: usize,
+    /// Whether its output is weighed by a sigmoid of the token.
+    pub gated: bool,
 }
 
 impl ModelConfig {
@@ -79,141 +101,109 @@ impl ModelConfig {
     /// # Errors
     ///
     /// When the file cannot be read, lacks a field, holds values that contradict each other, or
-    /// asks for something that is not supported: another family or activation, a scaled rotary
-    /// embedding, clipped q, k and v, a sliding window, or dense layers among the sparse ones.
+    /// asks for something that is not supported: another family, activation or router, quantised
+    /// weights, or, where the attention is described, a scaled rotary embedding, clipped q, k and v
+    /// or a sliding window.
     pub fn read(folder: &Path) -> Result<Self, InterchangeError> {
         let file = JsonFile::read(folder.join("config.json"))?;
-        let family = family(&file)?;
-        refuse_unsupported(&file)?;
-
-        let size = |field: &str| count(&file, field, MAX_SIZE);
-        let hidden_size = size("hidden_size")?;
-        let num_attention_heads = size("num_attention_heads")?;
-        let num_key_value_heads = size("num_key_value_heads")?;
-        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            let expected = format!("a divisor of num_attention_heads={num_attention_heads}");
-            let field = "num_key_value_heads";
-            return Err(file.invalid(field, num_key_value_heads, expected).into());
+        let quantization = "quantization_config";
+        if file.value(quantization).is_some() {
+            return Err(InterchangeError::Quantized {
+                path: file.path().to_owned(),
+                name: quantization.to_owned(),
+            });
         }
-        let head_dim = match file.value("head_dim") {
-            Some(_) => size("head_dim")?,
-            None if hidden_size.is_multiple_of(num_attention_heads) => {
-                hidden_size / num_attention_heads
+        Ok(Self::from_file(&file)?)
+    }
+
+    /// The layer exists and has experts.
+    pub(crate) fn expect_moe(&self, layer: usize) -> Result<(), InterchangeError> {
+        let layers = self.num_hidden_layers;
+        if layer >= layers {
+            return Err(InterchangeError::LayerRange { layer, layers });
+        }
+        match self.moe_layers().next() {
+            Some(first) if !self.is_moe(layer) => {
+                Err(InterchangeError::DenseLayer { layer, first })
             }
-            None => {
-                let expected =
-                    format!("a divisor of hidden_size={hidden_size}, as there is no head_dim");
-                let field = "num_attention_heads";
-                return Err(file.invalid(field, num_attention_heads, expected).into());
-            }
+            _ => Ok(()),
+        }
+    }
+
+    fn from_file(file: &JsonFile) -> Result<Self, FileError> {
+        let family = family(file)?;
+        let layers = count(file, "num_hidden_layers", MAX_COUNT)?;
+        let experts = num_experts(file, family)?;
+        let sizes = Sizes {
+            layers,
+            experts,
+            experts_per_token: count(file, "num_experts_per_tok", experts)?,
+            intermediate: count(file, family.intermediate_size, MAX_SIZE)?,
         };
-        let num_experts = num_experts(&file)?;
+        let dense_layers = BTreeSet::from_iter((family.read_dense_layers)(file, sizes)?);
+        if dense_layers.len() == layers {
+            let supported = "layers with experts among them";
+            return Err(file.unsupported("num_hidden_layers", layers, supported));
+        }
+        let hidden_size = count(file, "hidden_size", MAX_SIZE)?;
+        let attention = family.attention.as_ref();
+        let attention = attention.map(|kind| AttentionConfig::read(file, hidden_size, kind));
         Ok(Self {
             family,
-            vocab_size: size("vocab_size")?,
+            vocab_size: count(file, "vocab_size", MAX_SIZE)?,
             hidden_size,
-            num_hidden_layers: count(&file, "num_hidden_layers", MAX_COUNT)?,
-            num_attention_heads,
-            num_key_value_heads,
-            head_dim,
-            num_experts,
-            num_experts_per_tok: count(&file, "num_experts_per_tok", num_experts)?,
-            moe_intermediate_size: size(match family {
-                Family::Olmoe => "intermediate_size",
-                Family::Qwen2Moe | Family::Qwen3Moe => "moe_intermediate_size",
-            })?,
-            norm_topk_prob: file.require("norm_topk_prob")?,
-            rms_norm_eps: positive(&file, "rms_norm_eps")?,
-            rope_theta: rope_theta(&file)?,
-            shared_expert_intermediate_size: match family {
-                Family::Qwen2Moe => Some(size("shared_expert_intermediate_size")?),
-                Family::Qwen3Moe | Family::Olmoe => None,
-            },
-            attention_bias: match family {
-                Family::Qwen2Moe => file.get("qkv_bias")?.unwrap_or(true),
-                Family::Qwen3Moe | Family::Olmoe => file.get("attention_bias")?.unwrap_or(false),
-            },
+            num_hidden_layers: layers,
+            num_experts: experts,
+            num_experts_per_tok: sizes.experts_per_token,
+            moe_intermediate_size: sizes.intermediate,
+            activation: (family.read_activation)(file)?,
+            router: (family.read_router)(file, sizes)?,
+            shared_expert: (family.read_shared_expert)(file, sizes)?,
+            attention: attention.transpose()?,
+            rms_norm_eps: positive(file, "rms_norm_eps")?,
             tie_word_embeddings: file.get("tie_word_embeddings")?.unwrap_or(false),
-            max_position_embeddings: size("max_position_embeddings")?,
+            max_position_embeddings: count(file, "max_position_embeddings", MAX_SIZE)?,
+            dense_layers,
         })
+    }
+
+    /// Whether a layer has experts.
+    pub fn is_moe(&self, layer: usize) -> bool {
+        layer < self.num_hidden_layers && !self.dense_layers.contains(&layer)
+    }
+
+    /// The layers that have experts, in order.
+    pub fn moe_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.num_hidden_layers).filter(|layer| self.is_moe(*layer))
     }
 }
 
-fn family(file: &JsonFile) -> Result<Family, FileError> {
+fn family(file: &JsonFile) -> Result<&'static Family, FileError> {
     let found: String = file.require("model_type")?;
-    let known = Family::ALL.map(Family::model_type);
+    let known = Family::ALL.map(|family| family.model_type);
     Family::ALL
         .into_iter()
-        .find(|family| family.model_type() == found)
+        .find(|family| family.model_type == found)
         .ok_or_else(|| file.unsupported("model_type", format!("{found:?}"), known.join(", ")))
 }
 
-/// Refuses what would change the numbers and is not carried by [`ModelConfig`].
-fn refuse_unsupported(file: &JsonFile) -> Result<(), FileError> {
-    let activation: String = file.require("hidden_act")?;
-    if activation != "silu" {
-        return Err(file.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
-    }
-    if let Some(value) = file.value("clip_qkv") {
-        return Err(file.unsupported("clip_qkv", value, "null"));
-    }
-    if file.get("use_sliding_window")? == Some(true) {
-        return Err(file.unsupported("use_sliding_window", true, false));
-    }
-    let layer_types: Vec<String> = file.get("layer_types")?.unwrap_or_default();
-    if let Some(other) = layer_types.iter().find(|kind| *kind != "full_attention") {
-        return Err(file.unsupported("layer_types", format!("{other:?}"), "\"full_attention\""));
-    }
-    if let Some(step) = file.get::<i64>("decoder_sparse_step")?
-        && step != 1
-    {
-        return Err(file.unsupported("decoder_sparse_step", step, 1));
-    }
-    let dense: Vec<usize> = file.get("mlp_only_layers")?.unwrap_or_default();
-    if !dense.is_empty() {
-        return Err(file.unsupported("mlp_only_layers", format!("{dense:?}"), "[]"));
-    }
-    Ok(())
-}
-
-/// transformers 5 nests the settings of the rotary embedding, transformers 4 has `rope_theta`
-/// beside an optional `rope_scaling`, whose type was first called `type`.
-fn rope_theta(file: &JsonFile) -> Result<f64, FileError> {
-    for field in [
-        "rope_parameters.rope_type",
-        "rope_scaling.rope_type",
-        "rope_scaling.type",
-    ] {
-        if let Some(kind) = file.value(field)
-            && kind != "default"
-        {
-            return Err(file.unsupported(field, kind, "\"default\""));
+/// The fields of the family that are there, which must agree.
+fn num_experts(file: &JsonFile, family: &Family) -> Result<usize, FileError> {
+    let present = |field: &&&str| file.value(field).is_some();
+    let mut fields = family.num_experts.iter().filter(present);
+    let first = fields.next().unwrap_or(&family.num_experts[0]);
+    let number = count(file, first, MAX_COUNT)?;
+    for field in fields {
+        let other = count(file, field, MAX_COUNT)?;
+        if other != number {
+            return Err(file.invalid(first, number, format!("{field}={other}")));
         }
     }
-    let part = "rope_parameters.partial_rotary_factor";
-    if let Some(factor) = file.get::<f64>(part)?
-        && factor != 1.0
-    {
-        return Err(file.unsupported(part, factor, 1));
-    }
-    match file.value("rope_parameters") {
-        Some(_) => positive(file, "rope_parameters.rope_theta"),
-        None => positive(file, "rope_theta"),
-    }
+    Ok(number)
 }
 
-fn num_experts(file: &JsonFile) -> Result<usize, FileError> {
-    let (old, new) = ("num_experts", "num_local_experts");
-    match (file.value(old), file.value(new)) {
-        (Some(left), Some(right)) if left != right => {
-            Err(file.invalid(old, left, format!("{new}={right}")))
-        }
-        (None, Some(_)) => count(file, new, MAX_COUNT),
-        _ => count(file, old, MAX_COUNT),
-    }
-}
-
-fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, FileError> {
+/// A number from 1 to `most`.
+pub(crate) fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, FileError> {
     let value: usize = file.require(field)?;
     if !(1..=most).contains(&value) {
         return Err(file.invalid(field, value, format!("a number from 1 to {most}")));
@@ -221,7 +211,8 @@ fn count(file: &JsonFile, field: &str, most: usize) -> Result<usize, FileError> 
     Ok(value)
 }
 
-fn positive(file: &JsonFile, field: &str) -> Result<f64, FileError> {
+/// A finite number above 0.
+pub(crate) fn positive(file: &JsonFile, field: &str) -> Result<f64, FileError> {
     let value: f64 = file.require(field)?;
     if !(value > 0.0 && value.is_finite()) {
         return Err(file.invalid(field, value, "a finite number above 0"));

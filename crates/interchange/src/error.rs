@@ -52,9 +52,39 @@ pub enum InterchangeError {
         /// Layers in the model.
         layers: usize,
     },
-    /// A shard written to a folder whose `model.safetensors` would be read in its stead.
-    #[error("{path} would hide the shards written beside it (choose an empty folder)")]
-    Shadowed {
+    /// A layer whose feed-forward part is dense.
+    #[error("layer {layer} has no experts (the first layer that has some is {first})")]
+    DenseLayer {
+        /// The layer asked for.
+        layer: usize,
+        /// The first MoE layer.
+        first: usize,
+    },
+    /// Weights in a format of fewer bits, which a widened element cannot stand for.
+    #[error(
+        "{path} holds {name:?}, the sign of quantised weights (dequantise the model to bf16 first and save it without quantisation)"
+    )]
+    Quantized {
+        /// The configuration, or the model's folder.
+        path: PathBuf,
+        /// The field or tensor.
+        name: String,
+    },
+    /// Biases of experts whose files hold none.
+    #[error(
+        "the experts of layer {layer} come with biases, which {model_type} files do not hold (leave them out)"
+    )]
+    UnexpectedBiases {
+        /// The layer.
+        layer: usize,
+        /// The family of the model.
+        model_type: &'static str,
+    },
+    /// Weights in a folder that the files to be written could not replace in one step.
+    #[error(
+        "{path} is part of another model, whose weights would be mixed with those to be written (choose an empty folder, or remove that model)"
+    )]
+    Occupied {
         /// The file in the way.
         path: PathBuf,
     },
@@ -77,6 +107,14 @@ pub enum InterchangeError {
         names: Vec<String>,
         /// Whether there are others.
         more: bool,
+    },
+    /// A family whose adapters have another layout in PEFT files.
+    #[error(
+        "PEFT files are not read or written for {model_type}, whose stacked experts are transposed (merge the adapter and write the model)"
+    )]
+    AdapterFamily {
+        /// The family of the model.
+        model_type: &'static str,
     },
     /// Separate gate and up factors, which a stacked file cannot hold.
     #[error(

@@ -1,13 +1,23 @@
 //! A model folder in hub layout.
 
-use crate::projection::{Projection, expert_module};
 use crate::{HostTensor, InterchangeError, ModelConfig};
-use moe_lora_files::{FileError, JsonFile, Staging, StoredTensor, TensorFile, expect_shape};
+use moe_lora_files::{FileError, JsonFile, StoredTensor, TensorFile};
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const CONFIG: &str = "config.json";
+
+/// Ends of the names of tensors that only quantised models have.
+const QUANTIZED: [&str; 6] = [
+    "_blocks",
+    "_scales",
+    "weight_scale",
+    "_scale_inv",
+    "weight_packed",
+    "qweight",
+];
 
 /// An open model folder: its configuration and its memory-mapped weights.
 #[derive(Debug)]
@@ -19,25 +29,14 @@ pub struct HubModel {
     index: BTreeMap<String, String>,
 }
 
-/// The routed experts of one layer, stacked.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ExpertWeights {
-    /// `[E, F, H]`.
-    pub gate: HostTensor,
-    /// `[E, F, H]`.
-    pub up: HostTensor,
-    /// `[E, H, F]`.
-    pub down: HostTensor,
-}
-
 impl HubModel {
     /// Opens `folder`: `config.json`, and `model.safetensors` or, where there is none, the shards
-    /// of `model.safetensors.index.json`.
+    /// of `model.safetensors.index.json`. Of the weights, only headers are read.
     ///
     /// # Errors
     ///
-    /// When a file is missing, damaged or unsupported, a shard's name would leave the folder, or
-    /// the index and the shards do not hold the same tensors.
+    /// When a file is missing, damaged or unsupported, the weights are quantised, a shard's name
+    /// would leave the folder, or the index and the shards do not hold the same tensors.
     pub fn open(folder: &Path) -> Result<Self, InterchangeError> {
         let config = ModelConfig::read(folder)?;
         let mut shards = BTreeMap::new();
@@ -61,12 +60,25 @@ impl HubModel {
             }
             check_index(file.path(), &index, &shards)?;
         }
+        let folder = folder.to_owned();
+        let quantized = |name: &&String| QUANTIZED.iter().any(|end| name.ends_with(end));
+        if let Some(name) = index.keys().find(quantized) {
+            return Err(InterchangeError::Quantized {
+                path: folder,
+                name: name.clone(),
+            });
+        }
         Ok(Self {
-            folder: folder.to_owned(),
+            folder,
             config,
             shards,
             index,
         })
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// The model's sizes and switches.
@@ -79,11 +91,16 @@ impl HubModel {
         self.index.keys().map(String::as_str)
     }
 
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.index.contains_key(name)
+    }
+
     /// The shape of a tensor, without reading its data.
     ///
     /// # Errors
     ///
-    /// [`InterchangeError::UnknownTensor`] with the most similar name.
+    /// [`FileError::UnknownTensor`] with the most similar name.
     pub fn shape(&self, name: &str) -> Result<&[usize], InterchangeError> {
         Ok(&self.shard(name)?.info(name)?.shape)
     }
@@ -97,127 +114,22 @@ impl HubModel {
         Ok(self.shard(name)?.tensor(name)?)
     }
 
-    /// The routed experts of `layer`, whose tensors lie on disk one by one.
+    /// A tensor as it is on disk.
     ///
     /// # Errors
     ///
-    /// When there is no such layer, or a tensor is missing, has another shape than the
-    /// configuration says or is stored in an unsupported type.
-    pub fn expert_weights(&self, layer: usize) -> Result<ExpertWeights, InterchangeError> {
-        let layers = self.config.num_hidden_layers;
-        if layer >= layers {
-            return Err(InterchangeError::LayerRange { layer, layers });
-        }
-        Ok(ExpertWeights {
-            gate: self.stack(layer, Projection::Gate)?,
-            up: self.stack(layer, Projection::Up)?,
-            down: self.stack(layer, Projection::Down)?,
-        })
+    /// [`FileError::UnknownTensor`] with the most similar name.
+    pub fn stored(&self, name: &str) -> Result<StoredTensor<'_>, InterchangeError> {
+        Ok(self.shard(name)?.stored(name)?)
     }
 
-    fn stack(&self, layer: usize, projection: Projection) -> Result<HostTensor, InterchangeError> {
-        let experts = self.config.num_experts;
-        let [d_out, d_in] = projection.shape(&self.config);
-        let name = |expert| format!("{}.weight", expert_module(layer, expert, projection));
-        // All shapes first: a tensor that exists is backed by bytes in its file, so the stack's
-        // size is then bounded by the files and not by what the configuration claims.
-        for name in (0..experts).map(name) {
-            expect_shape(|| name.clone(), self.shape(&name)?, &[d_out, d_in])?;
-        }
-        let mut data = Vec::with_capacity(experts * d_out * d_in);
-        for name in (0..experts).map(name) {
-            self.shard(&name)?.widen(&name, &mut data)?;
-        }
-        Ok(HostTensor::new([experts, d_out, d_in], data)?)
-    }
-
-    fn shard(&self, name: &str) -> Result<&TensorFile, FileError> {
+    /// The file that holds a tensor.
+    pub(crate) fn shard(&self, name: &str) -> Result<&TensorFile, FileError> {
         self.index
             .get(name)
             .and_then(|shard| self.shards.get(shard))
             .ok_or_else(|| FileError::unknown_tensor(&self.folder, name, self.names()))
     }
-}
-
-impl ExpertWeights {
-    /// The experts one by one under their names on disk, ready for [`write_model`].
-    ///
-    /// # Errors
-    ///
-    /// [`InterchangeError::Shape`] when a stack does not fit `config`.
-    pub fn into_hub(
-        self,
-        layer: usize,
-        config: &ModelConfig,
-    ) -> Result<BTreeMap<String, HostTensor>, InterchangeError> {
-        let mut tensors = BTreeMap::new();
-        for (projection, stack) in [
-            (Projection::Gate, self.gate),
-            (Projection::Up, self.up),
-            (Projection::Down, self.down),
-        ] {
-            let [d_out, d_in] = projection.shape(config);
-            let expected = [config.num_experts, d_out, d_in];
-            stack.expect_shape(|| projection.name().to_owned(), &expected)?;
-            for expert in 0..config.num_experts {
-                let name = format!("{}.weight", expert_module(layer, expert, projection));
-                let data = stack.outer(expert).to_vec();
-                tensors.insert(name, HostTensor::new([d_out, d_in], data)?);
-            }
-        }
-        Ok(tensors)
-    }
-}
-
-/// Writes a copy of `source` to `folder` in which the tensors of `replaced` take the place of those
-/// of the same name.
-///
-/// Each tensor keeps its type on disk, so a replaced one is rounded once, to nearest even. The
-/// files are named and divided as in `source`. Of the other files only `config.json` and the index
-/// are copied; add the tokenizer yourself. `folder` may be the one that `source` was opened from.
-///
-/// # Errors
-///
-/// When a name is not in `source`, a shape or type does not fit, or a file cannot be written. Files
-/// that were in `folder` before are then still there.
-pub fn write_model(
-    folder: &Path,
-    source: &HubModel,
-    mut replaced: BTreeMap<String, HostTensor>,
-) -> Result<(), InterchangeError> {
-    for (name, tensor) in &replaced {
-        tensor.expect_shape(|| name.clone(), source.shape(name)?)?;
-    }
-    let single = folder.join(SINGLE);
-    if !source.shards.contains_key(SINGLE) && single.exists() {
-        return Err(InterchangeError::Shadowed { path: single });
-    }
-
-    let mut staging = Staging::new(folder)?;
-    for (shard, file) in &source.shards {
-        let mut tensors = Vec::with_capacity(file.len());
-        for name in file.names() {
-            let stored = match replaced.remove(name) {
-                Some(tensor) => {
-                    StoredTensor::narrow(file.path(), name, tensor, &file.stored(name)?)?
-                }
-                None => file.stored(name)?,
-            };
-            tensors.push((name.to_owned(), stored));
-        }
-        staging.copy_tensors(shard, tensors, file.metadata())?;
-    }
-    for name in [INDEX, "config.json"] {
-        let path = source.folder.join(name);
-        if name == INDEX && source.shards.contains_key(SINGLE) {
-            continue;
-        }
-        staging.write(
-            name,
-            &std::fs::read(&path).map_err(FileError::io("read", &path))?,
-        )?;
-    }
-    Ok(staging.commit()?)
 }
 
 fn check_shard_name(index: &Path, name: &str) -> Result<(), InterchangeError> {

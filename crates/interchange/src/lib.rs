@@ -17,8 +17,23 @@
 //!
 //! | folder | files |
 //! |---|---|
-//! | model | `config.json` and `model.safetensors`, or the shards that `model.safetensors.index.json` names |
+//! | model | `config.json` and `model.safetensors`, or the shards that `model.safetensors.index.json` names; written by a [`ModelWriter`] |
 //! | adapter | `adapter_config.json` and `adapter_model.safetensors`, in either [`PeftLayout`] |
+//!
+//! # Model families
+//!
+//! | `model_type` | experts on disk | router | beside the routed experts |
+//! |---|---|---|---|
+//! | `qwen3_moe` | one by one | softmax, then top-k | |
+//! | `qwen2_moe` | one by one | softmax, then top-k | a gated shared expert |
+//! | `olmoe` | one by one | softmax, then top-k | |
+//! | `mixtral` | one by one, as w1, w3 and w2 | softmax, then top-k | |
+//! | `deepseek_v3` | one by one | sigmoid, bias for the choice, groups | shared experts, dense layers first |
+//! | `gpt_oss` | stacked, transposed, gate and up interleaved, biases | top-k, then softmax | |
+//!
+//! All are read into one form, [`ExpertWeights`], and given back in their own by
+//! [`ExpertWeights::into_hub`]. What transformers 5 stacked instead of storing it one by one is read
+//! and written as well. Each row is a table in a file of `family/`.
 //!
 //! Tensors stored as `f32`, `bf16` or `f16` are widened to `f32`, which is exact. Symbols: `E`
 //! experts, `H` hidden size, `F` expert intermediate size, `r` rank; weights are `[d_out, d_in]`.
@@ -33,17 +48,30 @@
 //!
 //! # What it does not do
 //!
-//! No downloads, no tokenizers, no pickled `.bin` files, no quantised weights, no DoRA magnitudes
-//! and no adapters on modules other than the experts.
+//! No downloads, no pickled `.bin` files, no quantised weights, no DoRA magnitudes, no adapters on
+//! modules other than the experts, and none in PEFT files for GPT-OSS. The attention of DeepSeek-V3
+//! and GPT-OSS is not described.
 
+mod attention;
+mod block;
 mod config;
 mod error;
+mod experts;
+mod family;
 mod hub;
+mod model_writer;
 mod peft;
 mod projection;
+mod stacked;
 
-pub use config::{Family, ModelConfig};
+pub use attention::{AttentionConfig, QkNorm};
+pub use block::{RouterWeights, SharedExpertWeights};
+pub use config::{Activation, ModelConfig, Router, SharedExpert};
 pub use error::InterchangeError;
-pub use hub::{ExpertWeights, HubModel, write_model};
+pub use experts::{ExpertBiases, ExpertWeights};
+pub use family::Family;
+pub use hub::HubModel;
+pub use model_writer::{MAX_SHARD_BYTES, ModelWriter};
 pub use moe_lora_files::{FileError, HostTensor};
 pub use peft::{ExpertAdapter, FactorPair, GateUp, PeftAdapter, PeftLayout};
+pub use stacked::Stacked;

@@ -96,6 +96,7 @@ impl PeftAdapter {
     /// for; when a shape does not fit `config`; and when a stacked square parameter comes from a
     /// PEFT before 0.19.1, which stored it transposed.
     pub fn read(folder: &Path, config: &ModelConfig) -> Result<Self, InterchangeError> {
+        expect_upright(config)?;
         let settings = AdapterConfig::read(folder.join(CONFIG), config)?;
         let file = TensorFile::open(folder.join(WEIGHTS))?;
         expect_tensors(&file, &settings.slots, config)?;
@@ -145,6 +146,7 @@ impl PeftAdapter {
         layout: PeftLayout,
         base: &str,
     ) -> Result<(), InterchangeError> {
+        expect_upright(config)?;
         let pairs = self.pairs(config, layout)?;
         let settings = AdapterConfig {
             rank: self.rank,
@@ -178,10 +180,7 @@ impl PeftAdapter {
     ) -> Result<Vec<(Slot, FactorPair)>, InterchangeError> {
         let mut pairs = BTreeMap::new();
         for (&layer, adapter) in &self.layers {
-            let layers = config.num_hidden_layers;
-            if layer >= layers {
-                return Err(InterchangeError::LayerRange { layer, layers });
-            }
+            config.expect_moe(layer)?;
             match (&adapter.gate_up, layout) {
                 (None, _) => {}
                 (Some(GateUp::Fused(pair)), PeftLayout::Stacked) => {
@@ -220,6 +219,17 @@ impl PeftAdapter {
         }
         Ok(placed)
     }
+}
+
+/// The factors of transposed or interleaved parameters lie otherwise than the layouts here have
+/// them.
+fn expect_upright(config: &ModelConfig) -> Result<(), InterchangeError> {
+    let stacked = config.family.stacked();
+    if stacked.transposed || stacked.interleaved {
+        let model_type = config.family.model_type;
+        return Err(InterchangeError::AdapterFamily { model_type });
+    }
+    Ok(())
 }
 
 /// The file holds the tensors of `slots`, all of them and no others.

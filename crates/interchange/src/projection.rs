@@ -1,10 +1,10 @@
-//! The linear maps of one expert, and what they are called on disk.
+//! The linear maps of one expert, and what they are called.
 
 use crate::ModelConfig;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Projection {
-    /// Gate and up in one parameter, gate rows first.
+    /// Gate and up in one parameter.
     GateUp,
     Gate,
     Up,
@@ -12,6 +12,7 @@ pub(crate) enum Projection {
 }
 
 impl Projection {
+    /// The name in most files, and of stacked parameters in all.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Projection::GateUp => "gate_up_proj",
@@ -32,12 +33,18 @@ impl Projection {
     }
 }
 
-/// The module that holds the experts of `layer`.
+/// The module that holds the stacked experts of `layer`.
 pub(crate) fn experts_module(layer: usize) -> String {
     format!("model.layers.{layer}.mlp.experts")
 }
 
-/// The module of one projection of one expert.
-pub(crate) fn expert_module(layer: usize, expert: usize, projection: Projection) -> String {
-    format!("{}.{expert}.{}", experts_module(layer), projection.name())
+/// The module of one projection of one expert, where experts lie one by one.
+pub(crate) fn expert_module(
+    config: &ModelConfig,
+    layer: usize,
+    expert: usize,
+    projection: Projection,
+) -> String {
+    let (block, name) = config.family.one_by_one(projection);
+    format!("model.layers.{layer}.{block}.experts.{expert}.{name}")
 }

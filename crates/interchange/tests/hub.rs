@@ -4,7 +4,9 @@ mod folders;
 
 use folders::{CONSTITUTION, DORA, PER_EXPERT, STACKED, assert_contains, copy, open, set};
 use half::{bf16, f16};
-use moe_lora_interchange::{Family, HostTensor, HubModel, InterchangeError, write_model};
+use moe_lora_interchange::{
+    HostTensor, HubModel, InterchangeError, MAX_SHARD_BYTES, ModelWriter, Router, SharedExpert,
+};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, serialize_to_file};
 use serde_json::json;
@@ -41,32 +43,41 @@ fn every_fixture_opens() {
 fn configurations_of_both_generations() {
     let qwen3 = open(STACKED[0]);
     assert_eq!(qwen3.config(), open(PER_EXPERT).config());
-    assert_eq!(
+    let of = |model: &HubModel| {
+        let config = model.config();
+        let attention = config.attention.unwrap();
+        let sizes = (config.num_experts, config.moe_intermediate_size);
         (
-            qwen3.config().family,
-            qwen3.config().num_experts,
-            qwen3.config().head_dim
-        ),
-        (Family::Qwen3Moe, 8, 8)
-    );
-    assert!(qwen3.config().norm_topk_prob && !qwen3.config().attention_bias);
+            config.family.model_type,
+            sizes,
+            attention.head_dim,
+            attention.qkv_bias,
+        )
+    };
+    let renormalize = |model: &HubModel| match model.config().router {
+        Router::SoftmaxThenTopK { renormalize } => renormalize,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(of(&qwen3), ("qwen3_moe", (8, 16), 8, false));
+    assert!(renormalize(&qwen3) && qwen3.config().shared_expert.is_none());
 
     let qwen2 = open(STACKED[1]);
-    assert_eq!(qwen2.config().shared_expert_intermediate_size, Some(24));
-    assert!(qwen2.config().attention_bias && !qwen2.config().norm_topk_prob);
-    assert_eq!(
-        (qwen2.config().family, qwen2.config().head_dim),
-        (Family::Qwen2Moe, 8)
-    );
+    assert_eq!(of(&qwen2), ("qwen2_moe", (4, 16), 8, true));
+    let shared = SharedExpert {
+        intermediate_size: 24,
+        gated: true,
+    };
+    assert_eq!(qwen2.config().shared_expert, Some(shared));
+    assert!(!renormalize(&qwen2));
 
     let olmoe = open(STACKED[2]);
     assert_eq!(olmoe.config(), open(DORA).config());
+    assert_eq!(of(&olmoe), ("olmoe", (8, 16), 8, false));
     assert_eq!(
-        (olmoe.config().family, olmoe.config().moe_intermediate_size),
-        (Family::Olmoe, 16)
-    );
-    assert_eq!(
-        (olmoe.config().rms_norm_eps, olmoe.config().rope_theta),
+        (
+            olmoe.config().rms_norm_eps,
+            olmoe.config().attention.unwrap().rope_theta
+        ),
         (1e-5, 1e4)
     );
 }
@@ -82,7 +93,7 @@ fn experts_are_stacked_in_order() {
             model.tensor(&name).unwrap().data()
         );
     }
-    let tensors = weights.into_hub(1, model.config()).unwrap();
+    let tensors = weights.into_hub(1, &model).unwrap();
     assert_eq!(tensors.len(), 24);
     for (name, tensor) in tensors {
         assert_eq!(tensor, model.tensor(&name).unwrap());
@@ -145,6 +156,17 @@ fn convert(file: &Path, dtype: Dtype) {
     serialize_to_file(views, None, file).unwrap();
 }
 
+/// Writes `model` with one tensor replaced.
+fn write(
+    folder: &Path,
+    model: &HubModel,
+    name: &str,
+    tensor: &HostTensor,
+) -> Result<(), InterchangeError> {
+    ModelWriter::new(model, folder, MAX_SHARD_BYTES)?
+        .write(|_| Ok(BTreeMap::from([(name.to_owned(), tensor.clone())])))
+}
+
 #[test]
 fn half_precision_is_widened_and_kept_by_a_copy() {
     const NAME: &str = "model.layers.0.mlp.experts.3.down_proj.weight";
@@ -163,22 +185,18 @@ fn half_precision_is_widened_and_kept_by_a_copy() {
 
         // Written over its own source: what was not replaced stays equal to the bit.
         let before = fs::read(&file).unwrap();
-        write_model(
-            folder.path(),
-            &model,
-            BTreeMap::from([(NAME.to_owned(), full.clone())]),
-        )
-        .unwrap();
-        assert!(fs::read(&file).unwrap() == before, "{dtype}");
+        write(folder.path(), &model, NAME, &full).unwrap();
+        let after = fs::read(&file).unwrap();
+        let [old, new] = [&before, &after].map(|bytes| SafeTensors::deserialize(bytes).unwrap());
+        for (name, view) in old.iter() {
+            assert_eq!(view, new.tensor(name).unwrap(), "{name}");
+        }
+        let before = after;
 
         let mut wide = full.clone().into_data();
         wide[0] = f32::MAX;
         let replaced = HostTensor::new(full.shape(), wide).unwrap();
-        let error = write_model(
-            folder.path(),
-            &model,
-            BTreeMap::from([(NAME.to_owned(), replaced)]),
-        );
+        let error = write(folder.path(), &model, NAME, &replaced);
         let message = error.unwrap_err().to_string();
         assert_contains(&message, &[NAME, "overflows", &dtype.to_string()]);
         assert!(fs::read(&file).unwrap() == before, "{dtype}");
@@ -194,8 +212,7 @@ fn other_types_are_refused_by_name() {
     let error = model.tensor("lm_head.weight").unwrap_err();
     assert_contains(&error.to_string(), &["lm_head.weight", "stored as F64"]);
     let zeros = HostTensor::new([96, 32], vec![0.0; 96 * 32]).unwrap();
-    let replaced = BTreeMap::from([("lm_head.weight".to_owned(), zeros)]);
-    let error = write_model(folder.path(), &model, replaced).unwrap_err();
+    let error = write(folder.path(), &model, "lm_head.weight", &zeros).unwrap_err();
     assert_contains(&error.to_string(), &["lm_head.weight", "stored as F64"]);
 }
 
@@ -236,14 +253,9 @@ fn shards_read_and_copy_like_one_file() {
     );
 
     let target = tempfile::tempdir().unwrap();
-    let name = "model.norm.weight".to_owned();
+    let name = "model.norm.weight";
     let ones = HostTensor::new([32], vec![1.5; 32]).unwrap();
-    write_model(
-        target.path(),
-        &parts,
-        BTreeMap::from([(name.clone(), ones.clone())]),
-    )
-    .unwrap();
+    write(target.path(), &parts, name, &ones).unwrap();
     let written = HubModel::open(target.path()).unwrap();
     assert!(whole.names().eq(written.names()));
     for tensor in whole.names() {
@@ -321,35 +333,30 @@ fn a_write_that_fails_leaves_the_folder_as_it_was() {
     let file = target.path().join("model.safetensors");
     fs::write(&file, "somebody else's").unwrap();
 
-    let replaced = |name: &str, shape: [usize; 1]| {
-        let tensor = HostTensor::new(shape, vec![0.0; shape[0]]).unwrap();
-        BTreeMap::from([(name.to_owned(), tensor)])
-    };
-    let error =
-        write_model(target.path(), &model, replaced("model.norm.weigth", [32])).unwrap_err();
+    let zeros = |size| HostTensor::new([size], vec![0.0; size]).unwrap();
+    let error = write(target.path(), &model, "model.norm.weigth", &zeros(32)).unwrap_err();
     assert_contains(&error.to_string(), &["did you mean \"model.norm.weight\"?"]);
-    let error =
-        write_model(target.path(), &model, replaced("model.norm.weight", [31])).unwrap_err();
+    let error = write(target.path(), &model, "model.norm.weight", &zeros(31)).unwrap_err();
     assert_contains(
         &error.to_string(),
         &["model.norm.weight", "[31]", "expected [32]"],
     );
+    let refused = ModelWriter::new(&model, target.path(), MAX_SHARD_BYTES)
+        .unwrap()
+        .write(|_| Err(InterchangeError::EmptyAdapter));
+    assert!(matches!(refused, Err(InterchangeError::EmptyAdapter)));
     fs::create_dir(target.path().join("config.json")).unwrap();
-    let error = write_model(target.path(), &model, BTreeMap::new()).unwrap_err();
-    assert_contains(&error.to_string(), &["config.json is not a regular file"]);
+    let error = ModelWriter::new(&model, target.path(), MAX_SHARD_BYTES).err();
+    let message = error.unwrap().to_string();
+    assert_contains(&message, &["config.json is not a regular file"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "somebody else's");
     assert_eq!(fs::read_dir(target.path()).unwrap().count(), 2, "leftovers");
 
     fs::remove_dir(target.path().join("config.json")).unwrap();
-    let shards = sharded();
-    let parts = HubModel::open(shards.path()).unwrap();
-    let error = write_model(target.path(), &parts, BTreeMap::new()).unwrap_err();
-    assert!(
-        matches!(error, InterchangeError::Shadowed { .. }),
-        "{error}"
-    );
-
-    write_model(target.path(), &model, BTreeMap::new()).unwrap();
+    let writer = ModelWriter::new(&model, target.path(), MAX_SHARD_BYTES).unwrap();
+    writer
+        .write(|_| Ok::<_, InterchangeError>(BTreeMap::new()))
+        .unwrap();
     let source = folders::at(STACKED[0]).join("model.safetensors");
     assert!(fs::read(&file).unwrap() == fs::read(source).unwrap());
 }

@@ -157,8 +157,11 @@ fn what_is_not_supported_is_named_with_its_value() {
         (
             0,
             "model_type",
-            json!("mixtral"),
-            ["model_type=\"mixtral\"", "qwen3_moe, qwen2_moe, olmoe"],
+            json!("llama4"),
+            [
+                "model_type=\"llama4\"",
+                "qwen3_moe, qwen2_moe, olmoe, mixtral, deepseek_v3, gpt_oss",
+            ],
         ),
         (
             0,
@@ -183,13 +186,13 @@ fn what_is_not_supported_is_named_with_its_value() {
             0,
             "decoder_sparse_step",
             json!(2),
-            ["decoder_sparse_step=2", "supported: 1"],
+            ["decoder_sparse_step=2", "from 1 to 1"],
         ),
         (
             0,
             "mlp_only_layers",
             json!([0]),
-            ["mlp_only_layers=[0]", "supported: []"],
+            ["num_hidden_layers=1", "layers with experts among them"],
         ),
         (
             0,

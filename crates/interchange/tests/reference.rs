@@ -6,7 +6,9 @@
 mod folders;
 
 use folders::{PER_EXPERT, STACKED, at, open};
-use moe_lora_interchange::{FactorPair, GateUp, HostTensor, HubModel, ModelConfig, PeftAdapter};
+use moe_lora_interchange::{
+    FactorPair, GateUp, HostTensor, HubModel, ModelConfig, PeftAdapter, Router,
+};
 use safetensors::SafeTensors;
 use std::fs;
 
@@ -65,19 +67,17 @@ fn halves(pair: &FactorPair, config: &ModelConfig) -> (FactorPair, FactorPair) {
 /// The block's output on one token.
 fn block(model: &HubModel, experts: &[[Vec<f64>; 3]], x: &[f64]) -> Vec<f64> {
     let config = model.config();
-    let weight = |name: &str| {
-        let name = format!("model.layers.0.mlp.{name}.weight");
-        widen(model.tensor(&name).unwrap().data())
-    };
-    let logits = times(&weight("gate"), x);
+    let logits = times(&widen(model.router(0).unwrap().weight.data()), x);
     let exponentials: Vec<f64> = logits.iter().map(|l| l.exp()).collect();
     let mut chosen: Vec<usize> = (0..config.num_experts).collect();
     chosen.sort_by(|&l, &r| logits[r].total_cmp(&logits[l]));
     chosen.truncate(config.num_experts_per_tok);
-    let total: f64 = if config.norm_topk_prob {
-        chosen.iter().map(|&e| exponentials[e]).sum()
-    } else {
-        exponentials.iter().sum()
+    let total: f64 = match config.router {
+        Router::SoftmaxThenTopK { renormalize: true } => {
+            chosen.iter().map(|&e| exponentials[e]).sum()
+        }
+        Router::SoftmaxThenTopK { renormalize: false } => exponentials.iter().sum(),
+        other => panic!("no fixture has {other:?}"),
     };
 
     let mut y = vec![0.0; x.len()];
@@ -91,10 +91,11 @@ fn block(model: &HubModel, experts: &[[Vec<f64>; 3]], x: &[f64]) -> Vec<f64> {
         let [gate, up, down] = &experts[expert];
         add(exponentials[expert] / total, [gate, up, down]);
     }
-    if config.shared_expert_intermediate_size.is_some() {
-        let share = 1.0 / (1.0 + (-times(&weight("shared_expert_gate"), x)[0]).exp());
+    if let Some(shared) = model.shared_expert(0).unwrap() {
+        let gate = widen(shared.output_gate.unwrap().data());
+        let share = 1.0 / (1.0 + (-times(&gate, x)[0]).exp());
         let [gate, up, down] =
-            ["gate_proj", "up_proj", "down_proj"].map(|p| weight(&format!("shared_expert.{p}")));
+            [shared.gate, shared.up, shared.down].map(|tensor| widen(tensor.data()));
         add(share, [&gate, &up, &down]);
     }
     y

@@ -3,8 +3,9 @@
 use anyhow::Result;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, activation};
+use burn_moe_lora::interchange::QkNorm;
 
-use crate::config::{DenseConfig, QkNorm};
+use crate::config::DenseConfig;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::precision::{at_least_f32, back_to};

@@ -1,18 +1,7 @@
 //! Sizes and switches of the dense layers.
 
-use anyhow::{Result, ensure};
-use burn_moe_lora::interchange::{Family, ModelConfig};
-
-/// Which vectors the query and key norms run over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QkNorm {
-    /// No norm, as in Qwen2-MoE.
-    None,
-    /// RMSNorm over the `D` features of every head, one weight vector for all heads, as in Qwen3-MoE.
-    PerHead,
-    /// RMSNorm over the whole projection, before it is split into heads, as in OLMoE.
-    Full,
-}
+use anyhow::{Context, Result, ensure};
+use burn_moe_lora::interchange::{ModelConfig, QkNorm};
 
 /// Sizes and switches of everything in the model except the MoE blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,30 +34,40 @@ impl DenseConfig {
     /// The dense part of a hub model's configuration.
     ///
     /// # Errors
-    /// An output projection with a bias, and the errors of [`validate`](Self::validate).
+    /// An attention that is not run here, dense layers among those with experts, an output projection with a bias, and
+    /// the errors of [`validate`](Self::validate).
     pub fn from_hub(config: &ModelConfig) -> Result<Self> {
-        let qwen2 = config.family == Family::Qwen2Moe;
+        let family = config.family.model_type;
+        let attention = config.attention.with_context(|| {
+            format!(
+                "the attention of {family} is not run here (fine-tune a model with grouped-query attention, such as \
+                 qwen3_moe, qwen2_moe, olmoe or mixtral)"
+            )
+        })?;
+        let layers = config.num_hidden_layers;
+        let dense = (0..layers).find(|layer| !config.is_moe(*layer));
         ensure!(
-            qwen2 || !config.attention_bias,
-            "attention_bias=true puts a bias on the output projection of {}, which is not supported here \
-             (use a model with attention_bias=false)",
-            config.family.model_type()
+            dense.is_none(),
+            "layer {} of this {family} has no experts, and dense layers are not run here (fine-tune a model with \
+             experts in every layer)",
+            dense.unwrap_or_default()
+        );
+        ensure!(
+            !attention.output_bias,
+            "attention_bias=true puts a bias on the output projection of {family}, which is not supported here \
+             (use a model with attention_bias=false)"
         );
         let dense = Self {
             vocab: config.vocab_size,
             hidden: config.hidden_size,
-            layers: config.num_hidden_layers,
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
+            layers,
+            heads: attention.num_attention_heads,
+            kv_heads: attention.num_key_value_heads,
+            head_dim: attention.head_dim,
             eps: config.rms_norm_eps,
-            rope_theta: config.rope_theta,
-            qkv_bias: config.attention_bias,
-            qk_norm: match config.family {
-                Family::Qwen3Moe => QkNorm::PerHead,
-                Family::Qwen2Moe => QkNorm::None,
-                Family::Olmoe => QkNorm::Full,
-            },
+            rope_theta: attention.rope_theta,
+            qkv_bias: attention.qkv_bias,
+            qk_norm: attention.qk_norm,
             tie: config.tie_word_embeddings,
         };
         dense.validate()?;
@@ -183,5 +182,31 @@ mod tests {
             ..small()
         };
         assert!(message(theta).starts_with("rope_theta=NaN"));
+    }
+
+    #[test]
+    fn a_model_that_is_not_run_here_is_refused_by_family() {
+        let message = |family: &str, fields: &str| {
+            let folder = tempfile::tempdir().unwrap();
+            let config = format!(
+                r#"{{"model_type": "{family}", "hidden_act": "silu", "vocab_size": 8, "hidden_size": 4,
+                "intermediate_size": 4, "moe_intermediate_size": 4, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 1,
+                "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 8,
+                {fields}}}"#
+            );
+            std::fs::write(folder.path().join("config.json"), config).unwrap();
+            let config = ModelConfig::read(folder.path()).unwrap();
+            DenseConfig::from_hub(&config).unwrap_err().to_string()
+        };
+        assert_eq!(
+            message("gpt_oss", r#""swiglu_limit": 7.0"#),
+            "the attention of gpt_oss is not run here (fine-tune a model with grouped-query attention, such as \
+             qwen3_moe, qwen2_moe, olmoe or mixtral)"
+        );
+        assert!(
+            message("qwen3_moe", r#""mlp_only_layers": [1]"#)
+                .starts_with("layer 1 of this qwen3_moe has no")
+        );
     }
 }

@@ -14,7 +14,9 @@ use burn::tensor::Device;
 use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, stored_adapters};
 use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::GateUpTargets;
-use burn_moe_lora::interchange::{HubModel, InterchangeError, PeftAdapter, write_model};
+use burn_moe_lora::interchange::{
+    HubModel, InterchangeError, MAX_SHARD_BYTES, ModelWriter, PeftAdapter,
+};
 use burn_moe_lora::parallel::{Mesh, MockRank, MockWorld, Topology, TopologyConfig};
 use tempfile::NamedTempFile;
 
@@ -256,7 +258,11 @@ impl Job {
         let adapter = ["adapter_model.safetensors", "adapter_config.json"];
         prepare(&self.args.out, adapter, "--out")?;
         match &self.args.merged {
-            Some(folder) => prepare(folder, ["model.safetensors", "config.json"], "--merged"),
+            Some(folder) => {
+                prepare(folder, ["model.safetensors", "config.json"], "--merged")?;
+                ModelWriter::new(&self.hub, folder, MAX_SHARD_BYTES)?;
+                Ok(())
+            }
             None => Ok(()),
         }
     }
@@ -276,9 +282,12 @@ impl Job {
             return Ok(());
         };
         let first = model.mesh.rank() == 0;
-        let experts = gather_experts(&model.blocks, self.hub.config(), &model.mesh, first)?;
+        let experts = |layer| gather_experts(&model.blocks, layer, &self.hub, &model.mesh, first);
         if first {
-            write_model(folder, &self.hub, experts)?;
+            return ModelWriter::new(&self.hub, folder, MAX_SHARD_BYTES)?.write(experts);
+        }
+        for layer in 0..model.blocks.layers.len() {
+            experts(layer)?;
         }
         Ok(())
     }

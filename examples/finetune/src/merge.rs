@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_moe_lora::adapters::AdapterBackend;
-use burn_moe_lora::interchange::{ExpertWeights, HostTensor, ModelConfig};
+use burn_moe_lora::interchange::{ExpertWeights, HostTensor, HubModel};
 use burn_moe_lora::parallel::Mesh;
 
 use crate::adapter::to_host;
@@ -71,35 +71,35 @@ pub fn check_merged<B: AdapterBackend>(
     Ok(report)
 }
 
-/// The full weights of every expert under their hub names. Every rank calls it, `keep` says who keeps them.
+/// The full weights of one layer's experts under their hub names. Every rank calls it, `keep` says who keeps them.
 ///
 /// # Errors
-/// Weights that do not fit `config`.
+/// Weights that do not fit the model.
 ///
 /// # Panics
 /// If a collective fails.
 pub fn gather_experts<B: AdapterBackend>(
     blocks: &MoeBlocks<B>,
-    config: &ModelConfig,
+    layer: usize,
+    hub: &HubModel,
     mesh: &Mesh<B>,
     keep: bool,
 ) -> Result<BTreeMap<String, HostTensor>> {
     let (etp, ep) = (mesh.expert_tp(), mesh.ep());
-    let size = config.moe_intermediate_size;
-    let mut tensors = BTreeMap::new();
-    for (index, layer) in blocks.layers.iter().enumerate() {
-        let gate_up = layer.experts.gate_up.weight.gather_all(etp, ep);
-        let down = layer.experts.down.weight.gather_all(etp, ep);
-        if keep {
-            let weights = ExpertWeights {
-                gate: to_host(gate_up.clone().narrow(1, 0, size))?,
-                up: to_host(gate_up.narrow(1, size, size))?,
-                down: to_host(down)?,
-            };
-            tensors.extend(weights.into_hub(index, config)?);
-        }
+    let size = hub.config().moe_intermediate_size;
+    let experts = &blocks.layers[layer].experts;
+    let gate_up = experts.gate_up.weight.gather_all(etp, ep);
+    let down = experts.down.weight.gather_all(etp, ep);
+    if !keep {
+        return Ok(BTreeMap::new());
     }
-    Ok(tensors)
+    let weights = ExpertWeights {
+        gate: to_host(gate_up.clone().narrow(1, 0, size))?,
+        up: to_host(gate_up.narrow(1, size, size))?,
+        down: to_host(down)?,
+        biases: None,
+    };
+    Ok(weights.into_hub(layer, hub)?)
 }
 
 /// What a model makes of a batch: its logits, and where the routers sent the tokens.

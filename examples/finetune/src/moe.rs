@@ -1,13 +1,14 @@
 //! The MoE blocks of one rank.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{AdapterBackend, TrainedWeight};
 use burn_moe_lora::experts::{
-    GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig,
+    GateUpTargets, GluActivation, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights,
+    RouterScore, SharedConfig,
 };
-use burn_moe_lora::interchange::{HostTensor, HubModel, ModelConfig};
+use burn_moe_lora::interchange::{Activation, HostTensor, HubModel, ModelConfig, Router};
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
 
 /// The MoE block of every layer: frozen weights and the adapters on them, the only thing that is trained.
@@ -69,7 +70,11 @@ impl<B: AdapterBackend> MoeBlocks<B> {
     }
 }
 
-fn load_layer<B: ParallelBackend>(
+/// Reads this rank's part of the MoE block of one layer, of any family, without adapters.
+///
+/// # Errors
+/// As [`MoeBlocks::load`], and a layer without experts.
+pub fn load_layer<B: ParallelBackend>(
     hub: &HubModel,
     layer: usize,
     overlap: bool,
@@ -77,37 +82,68 @@ fn load_layer<B: ParallelBackend>(
     device: &B::Device,
 ) -> Result<MoeLayer<B>> {
     let config = hub.config();
-    let path = format!("model.layers.{layer}.mlp");
-    let hidden = config.hidden_size;
-    let shared_size = config.shared_expert_intermediate_size;
-
     let experts = hub.expert_weights(layer)?;
-    let router = matrix(hub, &format!("{path}.gate"), [config.num_experts, hidden])?;
-    let shared = shared_size
-        .map(|size| SharedTensors::read(hub, &path, size))
-        .transpose()?;
-    let block =
-        moe_config(config, &path).with_shared(shared_size.map(|intermediate| SharedConfig {
-            intermediate,
-            gated: true,
-            overlap,
-        }));
+    let router = hub.router(layer)?;
+    let shared = hub.shared_expert(layer)?;
+    let bias = router.bias.as_ref().map(HostTensor::data);
+    let (router_bias, correction_bias) = match config.router {
+        // The one bias that a family has is added to the logits or for the choice alone.
+        Router::GroupedSigmoid { .. } => (None, bias),
+        Router::SoftmaxThenTopK { .. } | Router::TopKThenSoftmax => (bias, None),
+    };
     let weights = MoeWeights {
-        router: router.data(),
+        router: router.weight.data(),
+        router_bias,
+        correction_bias,
         experts: MlpWeights {
             gate: experts.gate.data(),
             up: experts.up.data(),
             down: experts.down.data(),
-            biases: None,
+            biases: experts.biases.as_ref().map(|biases| MlpBiases {
+                gate: biases.gate.data(),
+                up: biases.up.data(),
+                down: biases.down.data(),
+            }),
         },
-        shared: shared.as_ref().map(SharedTensors::weights),
-        ..Default::default()
+        shared: shared.as_ref().map(|shared| {
+            let mlp = MlpWeights {
+                gate: shared.gate.data(),
+                up: shared.up.data(),
+                down: shared.down.data(),
+                biases: None,
+            };
+            (mlp, shared.output_gate.as_ref().map(HostTensor::data))
+        }),
     };
-    Ok(block.init(weights, mesh, device)?)
+    let path = format!("model.layers.{layer}.mlp");
+    Ok(moe_config(config, &path, overlap).init(weights, mesh, device)?)
 }
 
-fn moe_config(config: &ModelConfig, path: &str) -> MoeConfig {
-    let renormalize = config.norm_topk_prob;
+fn moe_config(config: &ModelConfig, path: &str, overlap: bool) -> MoeConfig {
+    let score = match config.router {
+        Router::SoftmaxThenTopK { renormalize } => RouterScore::SoftmaxThenTopK { renormalize },
+        Router::TopKThenSoftmax => RouterScore::TopKThenSoftmax,
+        Router::GroupedSigmoid {
+            groups,
+            top_groups,
+            renormalize,
+            scale,
+        } => RouterScore::SigmoidThenTopK {
+            n_group: groups,
+            topk_group: top_groups,
+            renormalize,
+            scaling_factor: scale,
+        },
+    };
+    let activation = match config.activation {
+        Activation::Swiglu => GluActivation::Swiglu,
+        Activation::ClampedSwiglu { alpha, limit } => GluActivation::ClampedSwiglu { alpha, limit },
+    };
+    let shared = config.shared_expert.map(|shared| SharedConfig {
+        intermediate: shared.intermediate_size,
+        gated: shared.gated,
+        overlap,
+    });
     MoeConfig::new(
         path,
         config.hidden_size,
@@ -115,52 +151,7 @@ fn moe_config(config: &ModelConfig, path: &str) -> MoeConfig {
         config.num_experts,
         config.num_experts_per_tok,
     )
-    .with_score(RouterScore::SoftmaxThenTopK { renormalize })
-}
-
-/// The shared expert of a layer and its gate.
-struct SharedTensors {
-    gate_proj: HostTensor,
-    up_proj: HostTensor,
-    down_proj: HostTensor,
-    /// `[1, H]`.
-    gate: HostTensor,
-}
-
-impl SharedTensors {
-    fn read(hub: &HubModel, path: &str, size: usize) -> Result<Self> {
-        let hidden = hub.config().hidden_size;
-        let part = |name: &str, shape| matrix(hub, &format!("{path}.{name}"), shape);
-        Ok(Self {
-            gate_proj: part("shared_expert.gate_proj", [size, hidden])?,
-            up_proj: part("shared_expert.up_proj", [size, hidden])?,
-            down_proj: part("shared_expert.down_proj", [hidden, size])?,
-            gate: part("shared_expert_gate", [1, hidden])?,
-        })
-    }
-
-    fn weights(&self) -> (MlpWeights<'_>, Option<&[f32]>) {
-        let mlp = MlpWeights {
-            gate: self.gate_proj.data(),
-            up: self.up_proj.data(),
-            down: self.down_proj.data(),
-            biases: None,
-        };
-        (mlp, Some(self.gate.data()))
-    }
-}
-
-/// Reads `{name}.weight`, which must have this shape.
-fn matrix(hub: &HubModel, name: &str, shape: [usize; 2]) -> Result<HostTensor> {
-    let name = format!("{name}.weight");
-    let found = hub
-        .shape(&name)
-        .with_context(|| format!("cannot read weight '{name}'"))?;
-    ensure!(
-        found == shape,
-        "weight '{name}' has shape {found:?} but config.json implies {shape:?} \
-         (check that the two files belong to one model)"
-    );
-    hub.tensor(&name)
-        .with_context(|| format!("cannot read weight '{name}'"))
+    .with_score(score)
+    .with_activation(activation)
+    .with_shared(shared)
 }

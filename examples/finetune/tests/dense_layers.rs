@@ -4,7 +4,8 @@ use anyhow::{Result, bail};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use finetune::config::{DenseConfig, QkNorm};
+use burn_moe_lora::interchange::QkNorm;
+use finetune::config::DenseConfig;
 use finetune::loss::next_byte_loss;
 use finetune::model::CausalLm;
 

@@ -180,7 +180,7 @@ impl AdapterConfig {
                 .iter()
                 .filter(|slot| slot.projection == projection);
             let layers: Vec<usize> = slots.map(|slot| slot.layer).collect();
-            if layers.len() == config.num_hidden_layers {
+            if layers.len() == config.moe_layers().count() {
                 targets.insert(format!("mlp.experts.{}", projection.name()));
             } else {
                 targets.extend(layers.into_iter().map(|layer| parameter(layer, projection)));
@@ -196,7 +196,7 @@ impl AdapterConfig {
             layers
                 .entry(slot.layer)
                 .or_default()
-                .push(slot.projection.name());
+                .push(config.family.one_by_one(slot.projection).1);
         }
         let mut branches: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (layer, names) in layers {
@@ -205,14 +205,15 @@ impl AdapterConfig {
                 .or_default()
                 .push(layer.to_string());
         }
+        let (block, _) = config.family.one_by_one(Projection::Gate);
         let branches: Vec<String> = branches
             .into_iter()
             .map(|(names, layers)| {
-                if layers.len() == config.num_hidden_layers {
+                if layers.len() == config.moe_layers().count() {
                     format!(r".*experts\.\d+\.({names})")
                 } else {
                     let layers = layers.join("|");
-                    format!(r".*layers\.({layers})\.mlp\.experts\.\d+\.({names})")
+                    format!(r".*layers\.({layers})\.{block}\.experts\.\d+\.({names})")
                 }
             })
             .collect();
@@ -296,7 +297,7 @@ fn expert_slots(
     const FIELD: &str = "target_modules";
     let supported = "gate_proj and up_proj together, down_proj, of experts";
     // An expert that is adapted alone shows later, as missing or unexpected tensors.
-    let name = |layer, projection| expert_module(layer, 0, projection);
+    let name = |layer, projection| expert_module(config, layer, 0, projection);
     let slots = match targets {
         Value::String(pattern) => {
             let expression = Regex::new(&format!("^(?:{pattern})$")).map_err(|_| {

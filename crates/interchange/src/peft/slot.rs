@@ -23,7 +23,7 @@ impl Slot {
         adapted: impl Fn(usize, Projection) -> bool,
     ) -> Vec<Slot> {
         let mut slots = Vec::new();
-        for layer in 0..config.num_hidden_layers {
+        for layer in config.moe_layers() {
             for &projection in projections(layout) {
                 if adapted(layer, projection) {
                     slots.push(Slot {
@@ -41,7 +41,8 @@ impl Slot {
 
     /// The names of the slot's tensors in the file.
     pub(crate) fn tensors(self, config: &ModelConfig) -> impl Iterator<Item = String> {
-        (0..self.parts(config)).flat_map(move |part| [self.name(part, 'A'), self.name(part, 'B')])
+        (0..self.parts(config))
+            .flat_map(move |part| [self.name(config, part, 'A'), self.name(config, part, 'B')])
     }
 
     pub(crate) fn read(
@@ -62,7 +63,7 @@ impl Slot {
                 ('A', [columns, d_in], &mut a),
                 ('B', [d_out, columns], &mut b),
             ] {
-                let name = self.name(part, factor);
+                let name = self.name(config, part, factor);
                 expect_shape(|| name.clone(), &file.info(&name)?.shape, &shape)?;
                 file.widen(&name, data)?;
             }
@@ -92,11 +93,14 @@ impl Slot {
             ('A', &pair.a, [experts, rank, d_in]),
             ('B', &pair.b, [experts, d_out, rank]),
         ] {
-            tensor.expect_shape(|| self.name(0, factor), &shape)?;
+            tensor.expect_shape(|| self.name(config, 0, factor), &shape)?;
         }
         if self.layout == PeftLayout::Stacked {
             let (a, b) = pair.to_stacked()?;
-            return Ok(vec![(self.name(0, 'A'), a), (self.name(0, 'B'), b)]);
+            return Ok(vec![
+                (self.name(config, 0, 'A'), a),
+                (self.name(config, 0, 'B'), b),
+            ]);
         }
         let mut tensors = Vec::with_capacity(2 * experts);
         for expert in 0..experts {
@@ -104,7 +108,10 @@ impl Slot {
                 [('A', &pair.a, [rank, d_in]), ('B', &pair.b, [d_out, rank])]
             {
                 let data = tensor.outer(expert).to_vec();
-                tensors.push((self.name(expert, factor), HostTensor::new(shape, data)?));
+                tensors.push((
+                    self.name(config, expert, factor),
+                    HostTensor::new(shape, data)?,
+                ));
             }
         }
         Ok(tensors)
@@ -118,9 +125,9 @@ impl Slot {
         }
     }
 
-    fn name(self, part: usize, factor: char) -> String {
+    fn name(self, config: &ModelConfig, part: usize, factor: char) -> String {
         let module = match self.layout {
-            PeftLayout::PerExpert => expert_module(self.layer, part, self.projection),
+            PeftLayout::PerExpert => expert_module(config, self.layer, part, self.projection),
             PeftLayout::Stacked if self.wrapped => {
                 format!("{}.base_layer", experts_module(self.layer))
             }

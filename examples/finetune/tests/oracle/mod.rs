@@ -4,7 +4,8 @@ use std::path::Path;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use finetune::config::{DenseConfig, QkNorm};
+use burn_moe_lora::interchange::QkNorm;
+use finetune::config::DenseConfig;
 use serde_json::Value;
 
 use crate::files::{Tensors, read_json, read_tensors};
