@@ -6,7 +6,8 @@ mod made;
 use folders::assert_contains;
 use made::{EXPERTS, FLOATS, Family, LAYERS, Made};
 use moe_lora_interchange::{
-    Activation, ExpertBiases, HostTensor, HubModel, ModelConfig, Router, SharedExpert,
+    Activation, ExpertAdapter, ExpertBiases, FactorPair, GateUp, HostTensor, HubModel, ModelConfig,
+    PeftAdapter, PeftLayout, Router, SharedExpert,
 };
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -501,4 +502,87 @@ fn a_stacked_parameter_of_another_shape_is_named() {
     let made = family.write(Dtype::F32, 1);
     let message = made.open().expert_weights(0).unwrap_err().to_string();
     assert_contains(&message, &[name, "[4, 10, 6]", "expected [4, 6, 10]"]);
+}
+
+/// Rank 1 on gate, up and down of the layers of `[H, F]`.
+fn adapter(layers: &[usize], [hidden, ffn]: [usize; 2]) -> PeftAdapter {
+    let pair = |d_in: usize, d_out: usize| {
+        let tensor = |shape: [usize; 3], first: f32| {
+            let values = (0..shape.iter().product()).map(|i: usize| first + i as f32);
+            HostTensor::new(shape, values.collect()).unwrap()
+        };
+        let (a, b) = (
+            tensor([EXPERTS, 1, d_in], 1.0),
+            tensor([EXPERTS, d_out, 1], 100.0),
+        );
+        FactorPair::new(a, b).unwrap()
+    };
+    let factors = ExpertAdapter {
+        gate_up: Some(GateUp::Separate {
+            gate: pair(hidden, ffn),
+            up: pair(hidden, ffn),
+        }),
+        down: Some(pair(ffn, hidden)),
+    };
+    PeftAdapter {
+        rank: 1,
+        alpha: 2.0,
+        rslora: false,
+        layers: layers
+            .iter()
+            .map(|layer| (*layer, factors.clone()))
+            .collect(),
+    }
+}
+
+#[test]
+fn adapters_take_the_names_and_the_layers_of_the_family() {
+    let sizes = [6, 5];
+    for (family, all, some, name) in [
+        (
+            Family::mixtral(sizes),
+            &[0, 1, 2][..],
+            &[1][..],
+            "model.layers.1.block_sparse_moe.experts.3.w3",
+        ),
+        (
+            Family::deepseek_v3(sizes),
+            &[1, 2],
+            &[1],
+            "model.layers.1.mlp.experts.3.up_proj",
+        ),
+    ] {
+        let model = family.write(Dtype::F32, 1).open();
+        for layers in [all, some] {
+            let folder = tempfile::tempdir().unwrap();
+            let written = adapter(layers, sizes);
+            let layout = PeftLayout::PerExpert;
+            written
+                .write(folder.path(), model.config(), layout, "base")
+                .unwrap();
+            let bytes = std::fs::read(folder.path().join("adapter_model.safetensors")).unwrap();
+            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            assert!(
+                file.tensor(&format!("base_model.model.{name}.lora_A.weight"))
+                    .is_ok()
+            );
+            let read = PeftAdapter::read(folder.path(), model.config()).unwrap();
+            assert_eq!(read, written);
+        }
+    }
+}
+
+#[test]
+fn adapters_that_the_family_has_no_place_for_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = |family: Family, layers: &[usize]| {
+        let model = family.write(Dtype::F32, 1).open();
+        let layout = PeftLayout::PerExpert;
+        let written = adapter(layers, [6, 5]).write(folder.path(), model.config(), layout, "base");
+        written.unwrap_err().to_string()
+    };
+    let dense = message(Family::deepseek_v3([6, 5]), &[0, 1]);
+    assert_contains(&dense, &["layer 0 has no experts"]);
+    let transposed = message(Family::gpt_oss([6, 5]), &[0]);
+    assert_contains(&transposed, &["gpt_oss", "transposed"]);
 }
