@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{Lora, LoraConfig, Placement, Targets};
@@ -89,7 +89,11 @@ impl AdapterPlan {
                 }
             }
             Self::Given(adapter) => {
-                for (&index, factors) in &adapter.layers {
+                for (&number, factors) in &adapter.layers {
+                    let index = blocks.numbers.iter().position(|known| *known == number);
+                    let index = index.with_context(|| {
+                        format!("layer {number} has no experts (use an adapter of this model)")
+                    })?;
                     load_layer(&mut blocks.layers[index], factors, &config, device)?;
                 }
             }
@@ -130,7 +134,7 @@ pub fn gather_adapter<B: ParallelBackend>(
         rslora: config.rslora,
         layers: Default::default(),
     };
-    for (index, layer) in blocks.layers.iter().enumerate() {
+    for (&index, layer) in blocks.numbers.iter().zip(&blocks.layers) {
         let factors = gather_layer(layer, mesh)?;
         if factors.gate_up.is_some() || factors.down.is_some() {
             adapter.layers.insert(index, factors);

@@ -11,11 +11,14 @@ use burn_moe_lora::experts::{
 use burn_moe_lora::interchange::{Activation, HostTensor, HubModel, ModelConfig, Router};
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
 
-/// The MoE block of every layer: frozen weights and the adapters on them, the only thing that is trained.
+/// The MoE block of every layer that has one: frozen weights and the adapters on them, the only thing that is trained.
 #[derive(Module, Debug)]
 pub struct MoeBlocks<B: Backend> {
-    /// One block a layer.
+    /// The blocks, in the order of their layers.
     pub layers: Vec<MoeLayer<B>>,
+    /// The layer of each, counted from 0 over all layers of the model.
+    #[module(skip)]
+    pub numbers: Vec<usize>,
 }
 
 impl<B: ParallelBackend> MoeBlocks<B> {
@@ -27,11 +30,13 @@ impl<B: ParallelBackend> MoeBlocks<B> {
     /// A tensor that is missing or has another shape than the configuration implies, or sizes that the topology does not
     /// divide. Every rank gets the same error.
     pub fn load(hub: &HubModel, overlap: bool, mesh: &Mesh<B>, device: &B::Device) -> Result<Self> {
-        let layers = 0..hub.config().num_hidden_layers;
+        let numbers: Vec<usize> = hub.config().moe_layers().collect();
+        let layers = numbers.iter();
         Ok(Self {
             layers: layers
-                .map(|layer| load_layer(hub, layer, overlap, mesh, device))
+                .map(|layer| load_layer(hub, *layer, overlap, mesh, device))
                 .collect::<Result<_>>()?,
+            numbers,
         })
     }
 }
@@ -70,11 +75,7 @@ impl<B: AdapterBackend> MoeBlocks<B> {
     }
 }
 
-/// Reads this rank's part of the MoE block of one layer, of any family, without adapters.
-///
-/// # Errors
-/// As [`MoeBlocks::load`], and a layer without experts.
-pub fn load_layer<B: ParallelBackend>(
+fn load_layer<B: ParallelBackend>(
     hub: &HubModel,
     layer: usize,
     overlap: bool,

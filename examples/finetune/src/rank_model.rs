@@ -1,6 +1,6 @@
 //! The whole model as one rank holds it.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use burn_moe_lora::adapters::AdapterBackend;
@@ -38,6 +38,10 @@ impl<B: AdapterBackend> RankModel<B> {
         device: &B::Device,
     ) -> Result<Self> {
         let config = DenseConfig::from_hub(hub.config())?;
+        ensure!(
+            hub.config().moe_layers().count() == hub.config().num_hidden_layers,
+            "not every layer of the model has experts, and others are not run here (fine-tune another model)"
+        );
         // The blocks come first: what does not fit the topology is found there.
         let mut blocks = MoeBlocks::load(hub, false, &mesh, device)?;
         if let Some(plan) = plan {

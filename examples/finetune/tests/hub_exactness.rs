@@ -245,6 +245,24 @@ fn olmoe_is_exact_at_every_topology() {
 }
 
 #[test]
+fn mixtral_is_exact_at_every_topology() {
+    check("hf/mixtral");
+}
+
+/// The block alone: the attention of the family is not run here.
+fn check_blocks(kind: &str) {
+    let recorded = Recorded::open(kind);
+    for (ep, etp) in TOPOLOGIES {
+        check_block(&recorded, kind, Layout::experts(ep, etp));
+    }
+}
+
+#[test]
+fn blocks_of_deepseek_v3_are_exact_at_every_topology() {
+    check_blocks("hf/deepseek_v3");
+}
+
+#[test]
 fn qwen3_moe_with_an_adapter_an_expert_and_projection_is_exact_at_every_topology() {
     check("hf_older/qwen3_moe");
 }
