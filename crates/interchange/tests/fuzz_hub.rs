@@ -7,9 +7,13 @@ mod made;
 
 use bolero::{TypeGenerator, check};
 use made::Family;
-use moe_lora_interchange::HubModel;
-use safetensors::Dtype;
+use moe_lora_files::TensorFile;
+use moe_lora_interchange::{HubModel, ModelConfig};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, serialize_to_file};
 use std::fs;
+use std::ops::Range;
+use std::panic::RefUnwindSafe;
 use std::path::Path;
 use std::time::Duration;
 
@@ -96,54 +100,82 @@ fn read_all(folder: &Path) {
     }
 }
 
-/// Damages `file` of a folder of `family` for a while.
-fn fuzz(family: Family, shards: usize, file: &str, piece: fn(&[u8]) -> (usize, usize)) {
-    let made = family.write(Dtype::F32, shards);
-    let path = made.folder.path().join(file);
-    let valid = fs::read(&path).unwrap();
-    let (begin, end) = piece(&valid);
+/// Damages a part of the valid file at `path` for a while, and reads what comes of it.
+fn fuzz(path: &Path, part: Range<usize>, read: impl Fn(&Path) + RefUnwindSafe) {
+    let valid = fs::read(path).unwrap();
     check!()
         .with_type::<Damage>()
         .with_test_time(TIME)
         .with_iterations(usize::MAX)
         .for_each(|damage| {
-            let damaged = damage.apply(&valid[begin..end]);
-            fs::write(&path, [&valid[..begin], &damaged, &valid[end..]].concat()).unwrap();
-            read_all(made.folder.path());
+            let damaged = damage.apply(&valid[part.clone()]);
+            let pieces = [&valid[..part.start], &damaged, &valid[part.end..]];
+            fs::write(path, pieces.concat()).unwrap();
+            read(path);
         });
 }
 
-fn whole(bytes: &[u8]) -> (usize, usize) {
-    (0, bytes.len())
-}
-
-/// The length of the header and the header.
-fn header(bytes: &[u8]) -> (usize, usize) {
-    let length = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
-    (0, 8 + length)
-}
-
-#[test]
-fn damaged_configurations() {
-    fuzz(Family::deepseek_v3([6, 5]), 1, "config.json", whole);
+/// Damages the configuration alone, without weights.
+fn fuzz_config(family: Family) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    let text = family.config.to_string();
+    fs::write(&path, &text).unwrap();
+    fuzz(&path, 0..text.len(), |_| {
+        let _ = ModelConfig::read(folder.path());
+    });
 }
 
 #[test]
-fn damaged_configurations_of_attention() {
-    fuzz(Family::qwen3_moe([6, 5]), 1, "config.json", whole);
+fn damaged_configurations_of_mixtral() {
+    fuzz_config(Family::mixtral([6, 5]));
+}
+
+#[test]
+fn damaged_configurations_of_deepseek_v3() {
+    fuzz_config(Family::deepseek_v3([6, 5]));
+}
+
+#[test]
+fn configurations_that_do_not_fit_the_weights() {
+    let made = Family::deepseek_v3([6, 5]).write(Dtype::F32, 1);
+    let path = made.folder.path().join("config.json");
+    let length = fs::metadata(&path).unwrap().len() as usize;
+    fuzz(&path, 0..length, |_| read_all(made.folder.path()));
 }
 
 #[test]
 fn damaged_indexes() {
-    fuzz(
-        Family::gpt_oss([6, 5]),
-        2,
-        "model.safetensors.index.json",
-        whole,
-    );
+    let made = Family::gpt_oss([6, 5]).write(Dtype::F32, 2);
+    let path = made.folder.path().join("model.safetensors.index.json");
+    let length = fs::metadata(&path).unwrap().len() as usize;
+    fuzz(&path, 0..length, |_| read_all(made.folder.path()));
 }
 
 #[test]
-fn damaged_headers() {
-    fuzz(Family::gpt_oss([6, 5]), 1, "model.safetensors", header);
+fn damaged_headers_of_tensor_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.safetensors");
+    let data = [0; 48];
+    let view = |dtype, shape, bytes| TensorView::new(dtype, shape, &data[..bytes]).unwrap();
+    let views = [
+        ("wide", view(Dtype::F64, vec![1, 2], 16)),
+        ("float", view(Dtype::F32, vec![2, 3], 24)),
+        ("half", view(Dtype::BF16, vec![3], 6)),
+        ("nibbles", view(Dtype::F4, vec![4], 2)),
+    ];
+    serialize_to_file(views, None, &path).unwrap();
+    let header = u64::from_le_bytes(*fs::read(&path).unwrap().first_chunk().unwrap());
+    fuzz(&path, 0..8 + header as usize, |path| {
+        let Ok(file) = TensorFile::open(path.to_owned()) else {
+            return;
+        };
+        for name in file.names() {
+            let _ = file.tensor(name);
+            let rows = file.info(name).unwrap().shape.first().copied();
+            for row in 0..rows.unwrap_or(0).min(4) {
+                let _ = file.widen_outer(name, row, &mut Vec::new());
+            }
+        }
+    });
 }
