@@ -1,5 +1,6 @@
 //! Everything that can be wrong with a folder or with what is to be written.
 
+use crate::PeftLayout;
 use moe_lora_files::FileError;
 use std::path::PathBuf;
 
@@ -108,21 +109,59 @@ pub enum InterchangeError {
         /// Whether there are others.
         more: bool,
     },
-    /// A family whose adapters have another layout in PEFT files.
+    /// A family whose experts are no modules that a pair could be on.
     #[error(
-        "PEFT files are not read or written for {model_type}, whose stacked experts are transposed (merge the adapter and write the model)"
+        "{model_type} has no module for each expert and projection, which the per-expert layout names (fuse gate and up and write with PeftLayout::Stacked)"
     )]
-    AdapterFamily {
+    NoExpertModules {
         /// The family of the model.
         model_type: &'static str,
     },
     /// Separate gate and up factors, which a stacked file cannot hold.
     #[error(
-        "layer {layer} has separate gate and up factors, which the stacked layout cannot hold (write it with PeftLayout::PerExpert)"
+        "layer {layer} has separate gate and up factors, which the stacked layout cannot hold (write it with PeftLayout::PerExpert, or fuse them with fuse_gate_up)"
     )]
     SeparateInStacked {
         /// The layer.
         layer: usize,
+    },
+    /// A pair that a layout cannot hold.
+    #[error(
+        "layer {layer} has {held} on {projection}, which PeftLayout::{layout:?} cannot hold ({remedy})"
+    )]
+    Inexpressible {
+        /// The layer.
+        layer: usize,
+        /// `gate_up`, `gate`, `up` or `down`.
+        projection: &'static str,
+        /// What is in the way.
+        held: &'static str,
+        /// The layout asked for.
+        layout: PeftLayout,
+        /// Which layout can hold it, or how it can be changed.
+        remedy: &'static str,
+    },
+    /// DoRA on some pairs alone, which the settings of a file cannot say.
+    #[error(
+        "layer {layer} has no magnitude on {projection}, unlike other pairs of the adapter (use DoRA on all pairs or on none)"
+    )]
+    MixedMagnitudes {
+        /// The layer.
+        layer: usize,
+        /// `gate_up`, `gate`, `up` or `down`.
+        projection: &'static str,
+    },
+    /// Gate and up of different scales, for which one fused pair has no exact factors.
+    #[error(
+        "layer {layer} has scale {gate} on gate and {up} on up, so they do not fuse exactly (write them with PeftLayout::PerExpert)"
+    )]
+    FusedScales {
+        /// The layer.
+        layer: usize,
+        /// Scale of the gate.
+        gate: f64,
+        /// Scale of up.
+        up: f64,
     },
     /// An adapter that adapts nothing.
     #[error("the adapter has no factors (give it at least one layer with a gate_up or down pair)")]

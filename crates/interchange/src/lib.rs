@@ -8,7 +8,10 @@
 //! let model = HubModel::open(Path::new("Qwen3-30B-A3B"))?;
 //! let adapter = PeftAdapter::read(Path::new("my-adapter"), model.config())?;
 //! let experts = model.expert_weights(0)?;
-//! println!("gate {:?}, scale {}", experts.gate.shape(), adapter.scale());
+//! for (name, pair) in adapter.layers[&0].pairs() {
+//!     println!("{name}: rank {}, scale {}", pair.rank(), adapter.scale(pair));
+//! }
+//! println!("gate {:?}", experts.gate.shape());
 //! # Ok(())
 //! # }
 //! ```
@@ -18,7 +21,7 @@
 //! | folder | files |
 //! |---|---|
 //! | model | `config.json` and `model.safetensors`, or the shards that `model.safetensors.index.json` names; written by a [`ModelWriter`] |
-//! | adapter | `adapter_config.json` and `adapter_model.safetensors`, in either [`PeftLayout`] |
+//! | adapter | `adapter_config.json` and `adapter_model.safetensors`, in any [`PeftLayout`] |
 //!
 //! # Model families
 //!
@@ -48,9 +51,8 @@
 //!
 //! # What it does not do
 //!
-//! No downloads, no pickled `.bin` files, no quantised weights, no DoRA magnitudes, no adapters on
-//! modules other than the experts, and none in PEFT files for GPT-OSS. The attention of DeepSeek-V3
-//! and GPT-OSS is not described.
+//! No downloads, no pickled `.bin` files, no quantised weights and no adapters on modules other than
+//! the experts. The attention of DeepSeek-V3 and GPT-OSS is not described.
 
 mod attention;
 mod block;

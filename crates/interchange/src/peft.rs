@@ -1,14 +1,24 @@
 //! LoRA adapters on experts, in the files of Hugging Face PEFT.
 
 mod adapter_config;
+mod dialect;
+mod expert_adapter;
 mod factor_pair;
+mod layout;
+mod patterns;
 mod slot;
+mod stacked;
+mod storage;
+mod targets;
 
+pub use expert_adapter::{ExpertAdapter, GateUp};
 pub use factor_pair::FactorPair;
+pub use layout::PeftLayout;
 
 use crate::projection::Projection;
 use crate::{InterchangeError, ModelConfig};
 use adapter_config::AdapterConfig;
+use layout::expect_modules;
 use moe_lora_files::{Staging, StoredTensor, TensorFile};
 use slot::Slot;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,94 +27,47 @@ use std::path::Path;
 const WEIGHTS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// The factors of the map that yields gate and up.
-#[derive(Debug, Clone, PartialEq)]
-pub enum GateUp {
-    /// One pair over gate and up together: `a` `[E, r, H]`, `b` `[E, 2F, r]`, rows of the gate
-    /// first.
-    Fused(FactorPair),
-    /// A pair each: `a` `[E, r, H]`, `b` `[E, F, r]`.
-    Separate {
-        /// The factors of the gate.
-        gate: FactorPair,
-        /// The factors of up.
-        up: FactorPair,
-    },
-}
-
-/// The factors on the experts of one layer.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct ExpertAdapter {
-    /// On gate and up (fc1), if they are adapted.
-    pub gate_up: Option<GateUp>,
-    /// On down (fc2), if it is adapted: `a` `[E, r, F]`, `b` `[E, H, r]`.
-    pub down: Option<FactorPair>,
-}
-
 /// A LoRA adapter on the experts of a model.
 ///
 /// The weight it stands for is `W + s B A` for every expert, with `s` from [`PeftAdapter::scale`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeftAdapter {
-    /// Rank `r`, the same everywhere.
-    pub rank: usize,
-    /// Numerator of the scale.
-    pub alpha: f64,
-    /// Whether the scale divides by `sqrt(r)` instead of `r`.
+    /// Whether the scales divide by `sqrt(r)` instead of `r`.
     pub rslora: bool,
     /// The factors by layer, counted from 0; a layer that is not here is not adapted.
     pub layers: BTreeMap<usize, ExpertAdapter>,
 }
 
-/// How the factors of a layer's experts lie in the file.
-///
-/// With `experts` for `base_model.model.model.layers.{layer}.mlp.experts`:
-///
-/// | layout | tensors | shapes |
-/// |---|---|---|
-/// | `Stacked` | `experts.lora_A.weight`, `experts.lora_B.weight` | `[E*r, d_in]`, `[d_out, E*r]` |
-/// | `PerExpert` | `experts.{expert}.gate_proj.lora_A.weight` and so on | `[r, d_in]`, `[d_out, r]` |
-///
-/// In the stacked `lora_A` the expert is the slow index of the rows; in `lora_B` it is the fast
-/// index of the columns: column `j` is rank `j / E` of expert `j % E`. PEFT wraps the parameters of
-/// a module in the order in which the module declares them, `gate_up_proj` before `down_proj`,
-/// whatever the order in `target_parameters`. So where both are adapted, `experts.base_layer` holds
-/// the factors of `gate_up_proj` and `experts` those of `down_proj`; a single one is at `experts`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PeftLayout {
-    /// One pair per stacked parameter (`target_parameters`), for transformers 5.
-    Stacked,
-    /// One pair per expert and projection (`target_modules`), for transformers 4.
-    PerExpert,
-}
-
 impl PeftAdapter {
-    /// The factor on `B A`: `alpha / r`, or `alpha / sqrt(r)` with [`rslora`](Self::rslora).
-    pub fn scale(&self) -> f64 {
-        let rank = self.rank as f64;
-        self.alpha / if self.rslora { rank.sqrt() } else { rank }
+    /// The factor on `B A` of a pair: `alpha / r`, or `alpha / sqrt(r)` with
+    /// [`rslora`](Self::rslora).
+    pub fn scale(&self, pair: &FactorPair) -> f64 {
+        pair.scale(self.rslora)
     }
 
-    /// Reads the adapter in `folder`, in either layout, for a model of `config`.
+    /// Reads the adapter in `folder`, in any layout, for a model of `config`.
     ///
     /// Settings of the training, such as the dropout and the initialisation, are not kept.
     ///
     /// # Errors
     ///
     /// When a file is missing or damaged; when `adapter_config.json` sets anything that changes the
-    /// numbers and is not plain LoRA on experts; when the tensors are not exactly those it calls
-    /// for; when a shape does not fit `config`; and when a stacked square parameter comes from a
-    /// PEFT before 0.19.1, which stored it transposed.
+    /// numbers and is not LoRA or DoRA on experts; when the tensors are not exactly those it calls
+    /// for; when a shape does not fit `config` or the ranks; and when nothing tells which way round
+    /// the factors of square stacked parameters lie, because there is no `peft_version`.
     pub fn read(folder: &Path, config: &ModelConfig) -> Result<Self, InterchangeError> {
-        expect_upright(config)?;
-        let settings = AdapterConfig::read(folder.join(CONFIG), config)?;
+        let settings = AdapterConfig::read(folder.join(CONFIG))?;
         let file = TensorFile::open(folder.join(WEIGHTS))?;
-        expect_tensors(&file, &settings.slots, config)?;
+        let slots = settings.select(&file, config)?;
+        if slots.iter().any(|slot| slot.is_per_expert()) {
+            expect_modules(config, PeftLayout::PerExpert)?;
+        }
+        expect_tensors(&file, &slots, settings.dora, config)?;
 
         let mut layers: BTreeMap<usize, ExpertAdapter> = BTreeMap::new();
         let mut gates = BTreeMap::new();
-        for slot in settings.slots {
-            let pair = slot.read(&file, config, settings.rank)?;
+        for (slot, pair) in settings.pairs(slots, &file, config)? {
+            let pair = slot.read(&file, config, pair)?;
             let layer = layers.entry(slot.layer).or_default();
             match slot.projection {
                 Projection::GateUp => layer.gate_up = Some(GateUp::Fused(pair)),
@@ -120,25 +83,22 @@ impl PeftAdapter {
                 }
             }
         }
-        Ok(Self {
-            rank: settings.rank,
-            alpha: settings.alpha,
-            rslora: settings.rslora,
-            layers,
-        })
+        let rslora = settings.rslora;
+        Ok(Self { rslora, layers })
     }
 
     /// Writes the adapter to `folder` for PEFT to load onto the model named `base`, whose
     /// configuration is `config`.
     ///
     /// Fused factors in [`PeftLayout::PerExpert`] become two pairs with the same `a` and one half
-    /// of `b` each, which is exact.
+    /// of `b` each, which is exact. The rank and alpha that most pairs have are written as `r` and
+    /// `lora_alpha`, the others as patterns.
     ///
     /// # Errors
     ///
-    /// When the adapter is empty or does not fit `config`, when separate factors are to be stacked,
-    /// and when a file cannot be written. An adapter that was in `folder` before is then still
-    /// there.
+    /// When the adapter is empty or does not fit `config`, when the layout cannot hold it, with one
+    /// that can, and when a file cannot be written. An adapter that was in `folder` before is then
+    /// still there.
     pub fn write(
         &self,
         folder: &Path,
@@ -146,20 +106,12 @@ impl PeftAdapter {
         layout: PeftLayout,
         base: &str,
     ) -> Result<(), InterchangeError> {
-        expect_upright(config)?;
-        let pairs = self.pairs(config, layout)?;
-        let settings = AdapterConfig {
-            rank: self.rank,
-            alpha: self.alpha,
-            rslora: self.rslora,
-            layout,
-            slots: pairs.iter().map(|(slot, _)| *slot).collect(),
-        };
-        settings.check(&folder.join(CONFIG))?;
-
+        let pairs = self.placed(config, layout)?;
+        let path = folder.join(CONFIG);
+        let settings = adapter_config::to_json(&path, &pairs, self.rslora, layout, config, base)?;
         let mut tensors: Vec<(String, StoredTensor<'static>)> = Vec::new();
         for (slot, pair) in pairs {
-            let named = slot.write(&pair, config, self.rank)?;
+            let named = slot.write(pair, config)?;
             tensors.extend(
                 named
                     .into_iter()
@@ -168,78 +120,72 @@ impl PeftAdapter {
         }
         let mut staging = Staging::new(folder)?;
         staging.write_tensors(WEIGHTS, tensors)?;
-        staging.write(CONFIG, settings.to_json(config, base).as_bytes())?;
+        staging.write(CONFIG, settings.as_bytes())?;
         Ok(staging.commit()?)
     }
 
-    /// Every pair with the place it has in `layout`.
-    fn pairs(
-        &self,
-        config: &ModelConfig,
-        layout: PeftLayout,
-    ) -> Result<Vec<(Slot, FactorPair)>, InterchangeError> {
-        let mut pairs = BTreeMap::new();
-        for (&layer, adapter) in &self.layers {
-            config.expect_moe(layer)?;
-            match (&adapter.gate_up, layout) {
-                (None, _) => {}
-                (Some(GateUp::Fused(pair)), PeftLayout::Stacked) => {
-                    pairs.insert((layer, Projection::GateUp), pair.clone());
-                }
-                (Some(GateUp::Fused(pair)), PeftLayout::PerExpert) => {
-                    let (gate, up) = pair.split_rows()?;
-                    pairs.insert((layer, Projection::Gate), gate);
-                    pairs.insert((layer, Projection::Up), up);
-                }
-                (Some(GateUp::Separate { .. }), PeftLayout::Stacked) => {
-                    return Err(InterchangeError::SeparateInStacked { layer });
-                }
-                (Some(GateUp::Separate { gate, up }), PeftLayout::PerExpert) => {
-                    pairs.insert((layer, Projection::Gate), gate.clone());
-                    pairs.insert((layer, Projection::Up), up.clone());
-                }
+    /// The adapter with separate gate and up pairs fused: `A` stacked and `B` block-diagonal, of
+    /// both ranks together, and alpha adjusted so that the scale stays (twice, or `sqrt(2)` times
+    /// with [`rslora`](Self::rslora), where the ranks are equal). The deltas are the same.
+    ///
+    /// Trained on, it is another adapter: the zeros of `B` get gradients.
+    ///
+    /// # Errors
+    ///
+    /// When gate and up of a layer have different scales or shapes that do not belong together.
+    pub fn fuse_gate_up(&self) -> Result<Self, InterchangeError> {
+        let mut fused = self.clone();
+        for (&layer, adapter) in &mut fused.layers {
+            let Some(GateUp::Separate { gate, up }) = &adapter.gate_up else {
+                continue;
+            };
+            let scales = (self.scale(gate), self.scale(up));
+            if scales.0 != scales.1 {
+                let (gate, up) = scales;
+                return Err(InterchangeError::FusedScales { layer, gate, up });
             }
-            if let Some(pair) = &adapter.down {
-                pairs.insert((layer, Projection::Down), pair.clone());
-            }
+            let pair = FactorPair::stack_rows(gate, up, self.rslora)?;
+            adapter.gate_up = Some(GateUp::Fused(pair));
         }
-        if pairs.is_empty() {
-            return Err(InterchangeError::EmptyAdapter);
-        }
-        let slots = Slot::all(layout, config, |layer, projection| {
-            pairs.contains_key(&(layer, projection))
-        });
-        let mut placed = Vec::with_capacity(slots.len());
-        for slot in slots {
-            placed.extend(
-                pairs
-                    .remove(&(slot.layer, slot.projection))
-                    .map(|pair| (slot, pair)),
-            );
-        }
-        Ok(placed)
+        Ok(fused)
     }
-}
 
-/// The factors of transposed or interleaved parameters lie otherwise than the layouts here have
-/// them.
-fn expect_upright(config: &ModelConfig) -> Result<(), InterchangeError> {
-    let stacked = config.family.stacked();
-    if stacked.transposed || stacked.interleaved {
-        let model_type = config.family.model_type;
-        return Err(InterchangeError::AdapterFamily { model_type });
+    /// The adapter with a copy of each shared factor for every one of `experts` experts, which has
+    /// the same deltas.
+    ///
+    /// # Errors
+    ///
+    /// When a factor is for another number of experts.
+    pub fn expand(&self, experts: usize) -> Result<Self, InterchangeError> {
+        let mut expanded = self.clone();
+        for adapter in expanded.layers.values_mut() {
+            for (_, pair) in adapter.pairs_mut() {
+                *pair = pair.expand(experts)?;
+            }
+        }
+        Ok(expanded)
     }
-    Ok(())
+
+    /// The layers in which only one of gate-up and down is adapted.
+    ///
+    /// SGLang adapts the experts of a layer only where both are, and otherwise serves the base
+    /// without an error: warn before such an adapter is deployed there.
+    pub fn one_sided_layers(&self) -> Vec<usize> {
+        let layers = self.layers.iter();
+        let one_sided = layers.filter(|(_, layer)| layer.gate_up.is_some() != layer.down.is_some());
+        one_sided.map(|(&layer, _)| layer).collect()
+    }
 }
 
 /// The file holds the tensors of `slots`, all of them and no others.
 fn expect_tensors(
     file: &TensorFile,
     slots: &[Slot],
+    dora: bool,
     config: &ModelConfig,
 ) -> Result<(), InterchangeError> {
     const SHOWN: usize = 4;
-    let names = || slots.iter().flat_map(|slot| slot.tensors(config));
+    let names = || slots.iter().flat_map(|slot| slot.tensors(dora, config));
     // A configuration can claim billions of names; stopping at the first few that are missing keeps
     // this bounded by the file.
     let missing: Vec<String> = names()

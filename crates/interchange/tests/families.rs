@@ -515,7 +515,7 @@ fn adapter(layers: &[usize], [hidden, ffn]: [usize; 2]) -> PeftAdapter {
             tensor([EXPERTS, 1, d_in], 1.0),
             tensor([EXPERTS, d_out, 1], 100.0),
         );
-        FactorPair::new(a, b).unwrap()
+        FactorPair::new(a, b, 2.0).unwrap()
     };
     let factors = ExpertAdapter {
         gate_up: Some(GateUp::Separate {
@@ -525,8 +525,6 @@ fn adapter(layers: &[usize], [hidden, ffn]: [usize; 2]) -> PeftAdapter {
         down: Some(pair(ffn, hidden)),
     };
     PeftAdapter {
-        rank: 1,
-        alpha: 2.0,
         rslora: false,
         layers: layers
             .iter()
@@ -583,6 +581,6 @@ fn adapters_that_the_family_has_no_place_for_are_refused() {
     };
     let dense = message(Family::deepseek_v3([6, 5]), &[0, 1]);
     assert_contains(&dense, &["layer 0 has no experts"]);
-    let transposed = message(Family::gpt_oss([6, 5]), &[0]);
-    assert_contains(&transposed, &["gpt_oss", "transposed"]);
+    let no_modules = message(Family::gpt_oss([6, 5]), &[0]);
+    assert_contains(&no_modules, &["gpt_oss", "PeftLayout::Stacked"]);
 }

@@ -5,7 +5,7 @@
 
 mod folders;
 
-use folders::{PER_EXPERT, STACKED, at, open};
+use folders::{DORA, PER_EXPERT, STACKED, at, open};
 use moe_lora_interchange::{
     FactorPair, GateUp, HostTensor, HubModel, ModelConfig, PeftAdapter, Router,
 };
@@ -28,7 +28,8 @@ fn widen(values: &[f32]) -> Vec<f64> {
     values.iter().copied().map(f64::from).collect()
 }
 
-/// Every expert's `W + s B A` for `W` `[E, d_out, d_in]`.
+/// Every expert's `W + s B A` for `W` `[E, d_out, d_in]`, its rows as long as the magnitude says
+/// if there is one.
 fn merge(weight: &HostTensor, pair: &FactorPair, scale: f64) -> Vec<Vec<f64>> {
     let (rank, d_in) = (pair.a.shape()[1], pair.a.shape()[2]);
     (0..weight.shape()[0])
@@ -40,6 +41,13 @@ fn merge(weight: &HostTensor, pair: &FactorPair, scale: f64) -> Vec<Vec<f64>> {
                 let delta = (0..rank)
                     .map(|k| f64::from(b[row * rank + k]) * f64::from(a[k * d_in + column]));
                 *element += scale * delta.sum::<f64>();
+            }
+            if let Some(magnitude) = &pair.magnitude {
+                let rows = merged.chunks_mut(d_in).zip(magnitude.outer(expert));
+                for (row, &length) in rows {
+                    let norm = row.iter().map(|w| w * w).sum::<f64>().sqrt();
+                    row.iter_mut().for_each(|w| *w *= f64::from(length) / norm);
+                }
             }
             merged
         })
@@ -59,7 +67,16 @@ fn halves(pair: &FactorPair, config: &ModelConfig) -> (FactorPair, FactorPair) {
             panic!("b has three axes");
         };
         let b = HostTensor::new([experts, d_out / 2, rank], b.collect()).unwrap();
-        FactorPair::new(pair.a.clone(), b).unwrap()
+        let half = FactorPair::new(pair.a.clone(), b, pair.alpha).unwrap();
+        let Some(magnitude) = &pair.magnitude else {
+            return half;
+        };
+        let rows = (0..experts).flat_map(|e| {
+            let rows = magnitude.outer(e);
+            rows[part * d_out / 2..][..d_out / 2].iter().copied()
+        });
+        let rows = HostTensor::new([experts, d_out / 2], rows.collect()).unwrap();
+        half.with_magnitude(rows).unwrap()
     };
     (half(0), half(1))
 }
@@ -77,7 +94,7 @@ fn block(model: &HubModel, experts: &[[Vec<f64>; 3]], x: &[f64]) -> Vec<f64> {
             chosen.iter().map(|&e| exponentials[e]).sum()
         }
         Router::SoftmaxThenTopK { renormalize: false } => exponentials.iter().sum(),
-        other => panic!("no fixture has {other:?}"),
+        other => panic!("no fixture here has {other:?}"),
     };
 
     let mut y = vec![0.0; x.len()];
@@ -153,23 +170,24 @@ fn stacked_adapters_give_the_outputs_on_file() {
             panic!("expected both parameters");
         };
         let (gate, up) = halves(pair, config);
-        let scale = adapter.scale();
+        let scale = adapter.scale(down);
+        assert_eq!(scale, adapter.scale(pair));
         let right = deviation(folder, &model, [&gate, &up, down], scale);
         assert!(right < TOLERANCE, "{folder}: {right}");
 
         // Negative controls: halves exchanged, and B read expert slow like A.
         let exchanged = deviation(folder, &model, [&up, &gate, down], scale);
         let (_, packed) = down.to_stacked().unwrap();
-        let slow = packed.data().chunks(config.num_experts * adapter.rank);
+        let slow = packed.data().chunks(config.num_experts * down.rank());
         let misread: Vec<f32> = (0..config.num_experts)
             .flat_map(|e| {
                 slow.clone()
-                    .flat_map(move |row| &row[e * adapter.rank..(e + 1) * adapter.rank])
+                    .flat_map(move |row| &row[e * down.rank()..(e + 1) * down.rank()])
             })
             .copied()
             .collect();
         let misread = HostTensor::new(down.b.shape(), misread).unwrap();
-        let misread = FactorPair::new(down.a.clone(), misread).unwrap();
+        let misread = FactorPair::new(down.a.clone(), misread, down.alpha).unwrap();
         let misread = deviation(folder, &model, [&gate, &up, &misread], scale);
         assert!(
             exchanged > 1e-3 && misread > 1e-3,
@@ -179,13 +197,41 @@ fn stacked_adapters_give_the_outputs_on_file() {
 }
 
 #[test]
-fn per_expert_adapter_gives_the_outputs_on_file() {
-    let model = open(PER_EXPERT);
-    let adapter = PeftAdapter::read(&at(PER_EXPERT).join("adapter"), model.config()).unwrap();
-    let layer = &adapter.layers[&0];
-    let (Some(GateUp::Separate { gate, up }), Some(down)) = (&layer.gate_up, &layer.down) else {
-        panic!("expected all projections");
-    };
-    let found = deviation(PER_EXPERT, &model, [gate, up, down], adapter.scale());
-    assert!(found < TOLERANCE, "{found}");
+fn per_expert_adapters_give_the_outputs_on_file() {
+    for folder in [PER_EXPERT, DORA] {
+        let model = open(folder);
+        let config = model.config();
+        let adapter = PeftAdapter::read(&at(folder).join("adapter"), config).unwrap();
+        let layer = &adapter.layers[&0];
+        let (Some(GateUp::Separate { gate, up }), Some(down)) = (&layer.gate_up, &layer.down)
+        else {
+            panic!("expected all projections");
+        };
+        let scale = adapter.scale(down);
+        let found = deviation(folder, &model, [gate, up, down], scale);
+        assert!(found < TOLERANCE, "{folder}: {found}");
+
+        // One fused pair of twice the rank stands for the same weights, magnitudes included.
+        let fused = adapter.fuse_gate_up().unwrap();
+        let Some(GateUp::Fused(pair)) = &fused.layers[&0].gate_up else {
+            panic!("expected fused factors");
+        };
+        let (upper, lower) = halves(pair, config);
+        let found = deviation(folder, &model, [&upper, &lower, down], scale);
+        assert!(found < TOLERANCE, "{folder}: {found}");
+
+        // Negative controls: no magnitude, and that of another expert.
+        let Some(magnitude) = &down.magnitude else {
+            continue;
+        };
+        let mut plain = down.clone();
+        plain.magnitude = None;
+        let plain = deviation(folder, &model, [gate, up, &plain], scale);
+        let mut moved = magnitude.data().to_vec();
+        moved.rotate_left(magnitude.shape()[1]);
+        let moved = HostTensor::new(magnitude.shape(), moved).unwrap();
+        let moved = down.clone().with_magnitude(moved).unwrap();
+        let moved = deviation(folder, &model, [gate, up, &moved], scale);
+        assert!(plain > 1e-3 && moved > 1e-3, "{plain}, {moved}");
+    }
 }

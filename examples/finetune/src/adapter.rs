@@ -33,30 +33,42 @@ pub enum AdapterPlan {
 }
 
 impl AdapterPlan {
-    /// Rank and scale.
-    pub fn config(&self) -> LoraConfig {
+    /// Rank and alpha of the adapters, each combination once.
+    pub fn ranks(&self) -> Vec<(usize, f64)> {
+        let mut ranks = Vec::new();
         match self {
-            Self::New { config, .. } => *config,
+            Self::New { config, .. } => ranks.push((config.rank, config.alpha)),
             Self::Given(adapter) => {
-                LoraConfig::new(adapter.rank, adapter.alpha).with_rslora(adapter.rslora)
+                let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
+                for rank in pairs.map(|(_, pair)| (pair.rank(), pair.alpha)) {
+                    if !ranks.contains(&rank) {
+                        ranks.push(rank);
+                    }
+                }
             }
             Self::Stored(adapters) => {
-                let first = adapters.values().next().copied();
-                first.unwrap_or_else(|| LoraConfig::new(1, 1.0))
+                for rank in adapters.values().map(|config| (config.rank, config.alpha)) {
+                    if !ranks.contains(&rank) {
+                        ranks.push(rank);
+                    }
+                }
             }
         }
+        ranks
     }
 
     /// Puts the adapters on the blocks.
     ///
     /// # Errors
-    /// A pattern that matches no linear, a gate without its up projection, a rank that the topology does not divide, or
-    /// factors that do not fit the model. Every rank gets the same error.
+    /// A pattern that matches no linear, a gate without its up projection, a rank that the topology does not divide,
+    /// factors that do not fit the model, or an adapter with magnitudes or shared factors. Every rank gets the same
+    /// error.
     pub fn put_on<B: Backend>(&self, blocks: &mut MoeBlocks<B>, device: &B::Device) -> Result<()> {
-        let config = self.config();
         match self {
             Self::New {
-                gate_up, targets, ..
+                config,
+                gate_up,
+                targets,
             } => {
                 let known = blocks.targets(*gate_up);
                 let paths = match targets.is_empty() {
@@ -70,7 +82,7 @@ impl AdapterPlan {
                         .into_iter()
                         .filter(|path| paths.contains(path))
                         .collect();
-                    layer.adapt(&chosen, &config, device)?;
+                    layer.adapt(&chosen, config, device)?;
                 }
             }
             Self::Stored(adapters) => {
@@ -90,11 +102,12 @@ impl AdapterPlan {
             }
             Self::Given(adapter) => {
                 for (&number, factors) in &adapter.layers {
+                    check_plain(number, factors)?;
                     let index = blocks.numbers.iter().position(|known| *known == number);
                     let index = index.with_context(|| {
                         format!("layer {number} has no experts (use an adapter of this model)")
                     })?;
-                    load_layer(&mut blocks.layers[index], factors, &config, device)?;
+                    load_layer(&mut blocks.layers[index], factors, adapter.rslora, device)?;
                 }
             }
         }
@@ -125,13 +138,10 @@ pub fn trained_parameters<B: ParallelBackend>(blocks: &MoeBlocks<B>, mesh: &Mesh
 /// If a collective fails.
 pub fn gather_adapter<B: ParallelBackend>(
     blocks: &MoeBlocks<B>,
-    config: &LoraConfig,
     mesh: &Mesh<B>,
 ) -> Result<PeftAdapter> {
     let mut adapter = PeftAdapter {
-        rank: config.rank,
-        alpha: config.alpha,
-        rslora: config.rslora,
+        rslora: blocks.layers.iter().any(is_rank_stabilised),
         layers: Default::default(),
     };
     for (&index, layer) in blocks.numbers.iter().zip(&blocks.layers) {
@@ -141,6 +151,14 @@ pub fn gather_adapter<B: ParallelBackend>(
         }
     }
     Ok(adapter)
+}
+
+/// Whether the layer's scales divide by the root of the rank. They all do or none.
+fn is_rank_stabilised<B: Backend>(layer: &MoeLayer<B>) -> bool {
+    let experts = &layer.experts;
+    let mut fc1 = experts.gate_up.adapters.iter();
+    let mut fc2 = experts.down.adapters.iter();
+    fc1.any(|lora| lora.config().rslora) || fc2.any(|lora| lora.config().rslora)
 }
 
 /// The file layout that holds the adapter as it is: stacked, unless gate and up have an adapter each.
@@ -179,12 +197,30 @@ fn check_pairs(known: &[String], chosen: &[String]) -> Result<()> {
     Ok(())
 }
 
+/// Nothing but an `A` and a `B` for every expert, which is all that is trained here.
+fn check_plain(index: usize, factors: &ExpertAdapter) -> Result<()> {
+    for (name, pair) in factors.pairs() {
+        ensure!(
+            pair.magnitude.is_none(),
+            "layer {index} of the adapter has a DoRA magnitude on {name}, which this job does not train (give an adapter \
+             without DoRA)"
+        );
+        ensure!(
+            pair.a.shape()[0] == pair.b.shape()[0],
+            "layer {index} of the adapter shares a factor of {name} over the experts, which this job does not train \
+             (give each expert a copy of it first)"
+        );
+    }
+    Ok(())
+}
+
 fn load_layer<B: Backend>(
     layer: &mut MoeLayer<B>,
     factors: &ExpertAdapter,
-    config: &LoraConfig,
+    rslora: bool,
     device: &B::Device,
 ) -> Result<()> {
+    let config = |pair: &FactorPair| LoraConfig::new(pair.rank(), pair.alpha).with_rslora(rslora);
     let experts = &mut layer.experts;
     let path = |linear: &[&str], name: &str| {
         let path = linear.iter().find(|path| path.ends_with(name));
@@ -197,11 +233,19 @@ fn load_layer<B: Backend>(
     };
     for (name, pair) in fc1 {
         let path = path(&experts.gate_up.targets(), name);
-        load(experts.gate_up.adapt(&path, config, device)?, pair, device)?;
+        load(
+            experts.gate_up.adapt(&path, &config(pair), device)?,
+            pair,
+            device,
+        )?;
     }
     if let Some(pair) = &factors.down {
         let path = path(&experts.down.targets(), ".down_proj");
-        load(experts.down.adapt(&path, config, device)?, pair, device)?;
+        load(
+            experts.down.adapt(&path, &config(pair), device)?,
+            pair,
+            device,
+        )?;
     }
     Ok(())
 }
@@ -246,5 +290,5 @@ fn gather<B: ParallelBackend, P: Placement>(
     let (etp, ep) = (mesh.expert_tp(), mesh.ep());
     let a = to_host(lora.a.gather_all(etp, ep))?;
     let b = to_host(lora.b.gather_all(etp, ep))?;
-    Ok(FactorPair::new(a, b)?)
+    Ok(FactorPair::new(a, b, lora.config().alpha)?)
 }

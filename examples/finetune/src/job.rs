@@ -232,7 +232,6 @@ impl Job {
 
     fn banner(&self, trained: usize) -> Banner {
         let args = &self.args;
-        let config = self.plan.config();
         let shapes = self
             .hub
             .names()
@@ -243,8 +242,7 @@ impl Job {
             layout: self.layout,
             trained,
             frozen: shapes.map(|shape| shape.iter().product::<usize>()).sum(),
-            rank: config.rank,
-            alpha: config.alpha,
+            ranks: self.plan.ranks(),
             optimizer: args.optimizer,
             lr: args.learning_rate(),
             steps: args.steps,
@@ -268,7 +266,7 @@ impl Job {
     }
 
     fn write_adapter(&self, model: &RankModel<TrainBackend>) -> Result<()> {
-        let adapter = gather_adapter(&model.blocks, &self.plan.config(), &model.mesh)?;
+        let adapter = gather_adapter(&model.blocks, &model.mesh)?;
         if model.mesh.rank() == 0 {
             let base = self.args.model.display().to_string();
             let layout = file_layout(&adapter);

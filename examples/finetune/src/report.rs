@@ -23,10 +23,8 @@ pub struct Banner {
     pub trained: usize,
     /// Parameters of the model, each counted once.
     pub frozen: usize,
-    /// Rank of the adapters.
-    pub rank: usize,
-    /// Numerator of the adapters' scale.
-    pub alpha: f64,
+    /// Rank of the adapters and numerator of their scale, each combination once.
+    pub ranks: Vec<(usize, f64)>,
     /// How the adapters are updated.
     pub optimizer: OptimizerKind,
     /// Learning rate.
@@ -46,7 +44,11 @@ impl fmt::Display for Banner {
         writeln!(f, "model     {}", self.model.display())?;
         writeln!(f, "text      {}", self.text.display())?;
         writeln!(f, "topology  {}", self.layout)?;
-        writeln!(f, "adapters  rank {}, alpha {}", self.rank, self.alpha)?;
+        let ranks = self.ranks.iter();
+        let ranks: Vec<String> = ranks
+            .map(|(r, alpha)| format!("rank {r}, alpha {alpha}"))
+            .collect();
+        writeln!(f, "adapters  {}", ranks.join("; "))?;
         writeln!(
             f,
             "trained   {} of {} parameters ({share:.2}%)",
@@ -290,8 +292,7 @@ mod tests {
             },
             trained: 10_000,
             frozen: 190_000,
-            rank: 8,
-            alpha: 16.0,
+            ranks: vec![(8, 16.0), (2, 0.5)],
             optimizer: OptimizerKind::Adamw,
             lr: 0.005,
             steps: 40,
@@ -303,7 +304,7 @@ mod tests {
             "model     model\n\
              text      text\n\
              topology  4 ranks: ep 2 x etp 2 x expert dp 1\n\
-             adapters  rank 8, alpha 16\n\
+             adapters  rank 8, alpha 16; rank 2, alpha 0.5\n\
              trained   10,000 of 200,000 parameters (5.00%)\n\
              training  40 steps of 4 x 64 bytes, adamw with learning rate 0.005"
         );

@@ -121,7 +121,7 @@ impl Recorded {
             let mut grads = sync_gradients(&blocks.trained_weights(), grads, &mesh);
             let gradients = blocks.map(&mut InPlaceOfWeights(&mut grads));
             assert!(grads.is_empty(), "a gradient belongs to no factor");
-            let gradients = gather_adapter(&gradients, &plan.config(), &mesh).unwrap();
+            let gradients = gather_adapter(&gradients, &mesh).unwrap();
             let rows = [
                 ("y_base", values(y_base.inner())),
                 ("y_adapted", values(y.inner())),
@@ -263,6 +263,11 @@ fn blocks_of_deepseek_v3_are_exact_at_every_topology() {
 }
 
 #[test]
+fn blocks_of_gpt_oss_are_exact_at_every_topology() {
+    check_blocks("hf/gpt_oss");
+}
+
+#[test]
 fn qwen3_moe_with_an_adapter_an_expert_and_projection_is_exact_at_every_topology() {
     check("hf_older/qwen3_moe");
 }
@@ -295,14 +300,20 @@ fn swapped(pair: &FactorPair) -> FactorPair {
     let one = b.len() / pair.b.shape()[0];
     let (first, second) = b.split_at_mut(one);
     first.swap_with_slice(&mut second[..one]);
-    FactorPair::new(pair.a.clone(), HostTensor::new(pair.b.shape(), b).unwrap()).unwrap()
+    let b = HostTensor::new(pair.b.shape(), b).unwrap();
+    FactorPair::new(pair.a.clone(), b, pair.alpha).unwrap()
 }
 
 #[test]
 fn wrong_adapters_miss() {
     let (layout, deal) = (Layout::experts(2, 2), [4, 3, 3, 3]);
     for kind in ["hf/qwen3_moe", "hf/qwen2_moe", "hf/olmoe"] {
-        let doubled = |recorded: &mut Recorded| recorded.adapter.alpha *= 2.0;
+        let doubled = |recorded: &mut Recorded| {
+            let layers = recorded.adapter.layers.values_mut();
+            layers
+                .flat_map(|layer| layer.pairs_mut())
+                .for_each(|(_, pair)| pair.alpha *= 2.0);
+        };
         let exchanged_down = |recorded: &mut Recorded| {
             for layer in recorded.adapter.layers.values_mut() {
                 layer.down = layer.down.as_ref().map(swapped);

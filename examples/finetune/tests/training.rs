@@ -60,10 +60,7 @@ fn train<O: ResumableOptimizer<Flex>>(
             .map(|batch| trainer.step(batch).unwrap())
             .collect();
         let RankModel { blocks, mesh, .. } = &trainer.model;
-        (
-            losses,
-            gather_adapter(blocks, &plan.config(), mesh).unwrap(),
-        )
+        (losses, gather_adapter(blocks, mesh).unwrap())
     });
     let mut runs = runs.unwrap();
     for (rank, run) in runs.iter().enumerate() {
@@ -183,10 +180,87 @@ fn another_learning_rate_or_scale_misses_the_recorded_run() {
     assert!(distance(&trained, &end, Some(&start)) > 0.01);
 
     let mut doubled = start;
-    doubled.alpha *= 2.0;
+    for (_, pair) in doubled.layers.values_mut().flat_map(|l| l.pairs_mut()) {
+        pair.alpha *= 2.0;
+    }
     let plan = AdapterPlan::Given(doubled);
     let (losses, _) = train(&hub, &plan, &batches[..5], (4, 2, 2), (sgd, lr));
     assert!(deviation(&losses, &expected[..5]) > 1e-4);
+}
+
+/// Values that no other element has.
+fn ramp(shape: [usize; 3]) -> HostTensor {
+    let len = shape.iter().product::<usize>();
+    let values = (0..len).map(|i| (i % 251) as f32 / 2510.0 - 0.05).collect();
+    HostTensor::new(shape, values).unwrap()
+}
+
+#[test]
+fn an_adapter_of_mixed_ranks_and_scales_trains_alike_at_every_topology() {
+    let hub = model();
+    let (batches, _, lr) = recorded();
+    let mut mixed = adapter(&hub, "adapter_start");
+    let config = hub.config();
+    let down = mixed.layers.get_mut(&1).unwrap().down.as_mut().unwrap();
+    let a = ramp([config.num_experts, 4, config.moe_intermediate_size]);
+    let b = ramp([config.num_experts, config.hidden_size, 4]);
+    *down = FactorPair::new(a, b, 2.0).unwrap();
+    let plan = AdapterPlan::Given(mixed.clone());
+    assert_eq!(plan.ranks().len(), 2);
+
+    let sgd = || SgdConfig::new().init();
+    let (expected, _) = train(&hub, &plan, &batches[..3], (1, 1, 1), (sgd, lr));
+    let (losses, trained) = train(&hub, &plan, &batches[..3], (4, 2, 2), (sgd, lr));
+    assert!(deviation(&losses, &expected) < 1e-5);
+    let scales = |adapter: &PeftAdapter| -> Vec<(usize, f64)> {
+        let pairs = adapter.layers.values().flat_map(|layer| layer.pairs());
+        pairs.map(|(_, pair)| (pair.rank(), pair.alpha)).collect()
+    };
+    assert_eq!(scales(&trained), scales(&mixed));
+    assert_ne!(trained, mixed);
+
+    // Negative control: one rank's scale for all.
+    let mut one_scale = mixed;
+    let down = one_scale.layers.get_mut(&1).unwrap().down.as_mut().unwrap();
+    down.alpha = 8.0;
+    let plan = AdapterPlan::Given(one_scale);
+    let (losses, _) = train(&hub, &plan, &batches[..3], (4, 2, 2), (sgd, lr));
+    assert!(deviation(&losses, &expected) > 1e-4);
+}
+
+#[test]
+fn adapters_with_magnitudes_or_shared_factors_are_refused() {
+    let hub = model();
+    let (etp, device) = (TopologyConfig::new(1).init().unwrap(), Default::default());
+    let refusal = |change: &dyn Fn(&mut FactorPair)| {
+        let mut given = adapter(&hub, "adapter_start");
+        change(given.layers.get_mut(&1).unwrap().down.as_mut().unwrap());
+        let plan = AdapterPlan::Given(given);
+        let messages = MockWorld::new(1).run(|rank| {
+            let mesh = Mesh::<B>::new(etp, &rank).unwrap();
+            let loaded = RankModel::load(&hub, Some(&plan), mesh, &device);
+            loaded.err().map(|error| error.to_string())
+        });
+        messages.unwrap().swap_remove(0).unwrap()
+    };
+    let config = hub.config();
+    let dora = refusal(&|pair| {
+        let lengths = vec![1.0; config.num_experts * config.hidden_size];
+        let shape = [config.num_experts, config.hidden_size];
+        pair.magnitude = Some(HostTensor::new(shape, lengths).unwrap());
+    });
+    assert_eq!(
+        dora,
+        "layer 1 of the adapter has a DoRA magnitude on down, which this job does not train (give an adapter without DoRA)"
+    );
+    let shared = refusal(&|pair| {
+        let shape = [1, config.hidden_size, pair.rank()];
+        pair.b = HostTensor::new(shape, pair.b.outer(0).to_vec()).unwrap();
+    });
+    assert!(
+        shared.contains("shares a factor of down over the experts"),
+        "{shared}"
+    );
 }
 
 fn new_plan(gate_up: GateUpTargets, seed: u64) -> AdapterPlan {

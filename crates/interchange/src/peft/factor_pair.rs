@@ -1,118 +1,227 @@
-//! The two low-rank factors of every expert of one linear map, and how a stacked file packs them.
+//! The two low-rank factors of every expert of one linear map.
 
 use crate::{HostTensor, InterchangeError};
 
 /// The low-rank factors of one linear map, for every expert.
+///
+/// A factor that all experts share has a leading axis of 1. The weight of expert `e` is
+/// `W[e] + s B[e] A[e]`, and with a magnitude each of its rows is scaled to that length: DoRA's
+/// `m (W + s B A) / ||W + s B A||`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FactorPair {
-    /// `A`, `[E, r, d_in]`.
+    /// `A`, `[E, r, d_in]` or `[1, r, d_in]`.
     pub a: HostTensor,
-    /// `B`, `[E, d_out, r]`.
+    /// `B`, `[E, d_out, r]` or `[1, d_out, r]`.
     pub b: HostTensor,
+    /// Numerator of the scale `s`.
+    pub alpha: f64,
+    /// DoRA's row lengths `m`, `[E, d_out]`.
+    pub magnitude: Option<HostTensor>,
+}
+
+/// The axes of a pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// Leading axis of `A`.
+    pub(crate) a_experts: usize,
+    /// Leading axis of `B`.
+    pub(crate) b_experts: usize,
+    pub(crate) rank: usize,
+    pub(crate) d_in: usize,
+    pub(crate) d_out: usize,
 }
 
 impl FactorPair {
-    /// A pair whose factors have the same experts and rank.
+    /// A pair of factors with the same rank and the same experts, unless one of the factors is
+    /// shared.
     ///
     /// # Errors
     ///
-    /// [`InterchangeError::Shape`] otherwise.
-    pub fn new(a: HostTensor, b: HostTensor) -> Result<Self, InterchangeError> {
-        let pair = Self { a, b };
+    /// [`InterchangeError::Axes`] or [`InterchangeError::File`] when the shapes are not those.
+    pub fn new(a: HostTensor, b: HostTensor, alpha: f64) -> Result<Self, InterchangeError> {
+        let magnitude = None;
+        let pair = Self {
+            a,
+            b,
+            alpha,
+            magnitude,
+        };
         pair.sizes()?;
         Ok(pair)
     }
 
-    /// Unpacks the factors that PEFT stacks over experts.
-    ///
-    /// # Shapes
-    ///
-    /// `a` is `[E*r, d_in]`, its row `e*r + k` is rank `k` of expert `e`. `b` is `[d_out, E*r]`,
-    /// its column `k*E + e` is rank `k` of expert `e`.
+    /// The pair with DoRA's magnitude, `[E, d_out]`.
     ///
     /// # Errors
     ///
-    /// [`InterchangeError::Shape`] when the two do not have those shapes for `experts` experts.
-    pub fn from_stacked(
-        a: HostTensor,
-        b: &HostTensor,
-        experts: usize,
-    ) -> Result<Self, InterchangeError> {
-        let &[rows, d_in] = a.shape() else {
-            return Err(axes("lora_A", &a, "[E*r, d_in]"));
-        };
-        if experts == 0 || !rows.is_multiple_of(experts) {
-            return Err(axes("lora_A", &a, format!("[{experts}*r, d_in]")));
-        }
-        let d_out = b.shape().first().copied().unwrap_or(0);
-        b.expect_shape(|| "lora_B".to_owned(), &[d_out, rows])?;
-
-        let rank = rows / experts;
-        let mut unpacked = Vec::with_capacity(b.len());
-        for expert in 0..experts {
-            for row in 0..d_out {
-                let row = b.outer(row);
-                unpacked.extend((0..rank).map(|k| row[k * experts + expert]));
-            }
-        }
-        Self::new(
-            HostTensor::new([experts, rank, d_in], a.into_data())?,
-            HostTensor::new([experts, d_out, rank], unpacked)?,
-        )
+    /// When it has another shape.
+    pub fn with_magnitude(mut self, magnitude: HostTensor) -> Result<Self, InterchangeError> {
+        self.magnitude = Some(magnitude);
+        self.sizes()?;
+        Ok(self)
     }
 
-    /// Packs the factors as PEFT stacks them: `[E*r, d_in]` and `[d_out, E*r]`, the inverse of
-    /// [`from_stacked`](Self::from_stacked).
+    /// Rank `r`.
+    pub fn rank(&self) -> usize {
+        self.a.shape().get(1).copied().unwrap_or(0)
+    }
+
+    /// The factor on `B A`: `alpha / r`, or `alpha / sqrt(r)` when rank-stabilised.
+    pub fn scale(&self, rslora: bool) -> f64 {
+        let rank = self.rank() as f64;
+        self.alpha / if rslora { rank.sqrt() } else { rank }
+    }
+
+    /// The pair with a copy of each shared factor for every one of `experts` experts, which gives
+    /// the same weights.
     ///
     /// # Errors
     ///
-    /// [`InterchangeError::Shape`] when the factors do not have the same experts and rank.
-    pub fn to_stacked(&self) -> Result<(HostTensor, HostTensor), InterchangeError> {
-        let [experts, rank, d_in, d_out] = self.sizes()?;
-        let mut packed = Vec::with_capacity(self.b.len());
-        for row in 0..d_out {
-            for k in 0..rank {
-                packed.extend((0..experts).map(|expert| self.b.outer(expert)[row * rank + k]));
-            }
-        }
-        Ok((
-            HostTensor::new([experts * rank, d_in], self.a.data().to_vec())?,
-            HostTensor::new([d_out, experts * rank], packed)?,
-        ))
+    /// When a leading axis is neither 1 nor `experts`.
+    pub fn expand(&self, experts: usize) -> Result<Self, InterchangeError> {
+        self.sizes()?;
+        let expand = |name, tensor: &HostTensor| {
+            let mut shape = tensor.shape().to_vec();
+            let data = match shape[0] {
+                leading if leading == experts => tensor.data().to_vec(),
+                1 => tensor.data().repeat(experts),
+                _ => return Err(axes(name, tensor, format!("1 or {experts} experts"))),
+            };
+            shape[0] = experts;
+            Ok(HostTensor::new(shape, data)?)
+        };
+        Ok(Self {
+            a: expand("lora_A", &self.a)?,
+            b: expand("lora_B", &self.b)?,
+            alpha: self.alpha,
+            magnitude: self.magnitude.clone(),
+        })
     }
 
     /// Two pairs with the same `a`, one with the first half of the rows of every expert's `b`, one
     /// with the second.
     pub(crate) fn split_rows(&self) -> Result<(Self, Self), InterchangeError> {
-        let [experts, rank, _, d_out] = self.sizes()?;
-        if !d_out.is_multiple_of(2) {
+        let sizes = self.sizes()?;
+        if !sizes.d_out.is_multiple_of(2) {
             return Err(axes("lora_B", &self.b, "[E, 2F, r]"));
         }
-        let half = d_out / 2;
-        let rows = |start: usize| {
-            let data = (0..experts).flat_map(|expert| {
-                let b = self.b.outer(expert);
-                b[start * rank..(start + half) * rank].iter().copied()
-            });
-            let b = HostTensor::new([experts, half, rank], data.collect())?;
-            Self::new(self.a.clone(), b)
+        let rows = sizes.d_out / 2;
+        let half = |part: usize| -> Result<Self, InterchangeError> {
+            Ok(Self {
+                a: self.a.clone(),
+                b: half_of(&self.b, part, [sizes.b_experts, rows, sizes.rank].into())?,
+                alpha: self.alpha,
+                magnitude: self
+                    .magnitude
+                    .as_ref()
+                    .map(|m| half_of(m, part, vec![m.shape()[0], rows]))
+                    .transpose()?,
+            })
         };
-        Ok((rows(0)?, rows(half)?))
+        Ok((half(0)?, half(1)?))
     }
 
-    /// `[E, r, d_in, d_out]`.
-    fn sizes(&self) -> Result<[usize; 4], InterchangeError> {
-        let &[experts, rank, d_in] = self.a.shape() else {
-            return Err(axes("lora_A", &self.a, "[E, r, d_in]"));
+    /// One pair over the rows of `gate` and then those of `up`, of their ranks together: `[A1; A2]`
+    /// and `diag(B1, B2)`.
+    ///
+    /// `alpha` is that of the gate, adjusted to the rank so that its scale stays; the caller sees
+    /// to it that both have the same scale.
+    pub(crate) fn stack_rows(
+        gate: &Self,
+        up: &Self,
+        rslora: bool,
+    ) -> Result<Self, InterchangeError> {
+        let (first, second) = (gate.sizes()?, up.sizes()?);
+        let same = Sizes {
+            rank: second.rank,
+            ..first
         };
-        let d_out = self.b.shape().get(1).copied().unwrap_or(0);
-        self.b
-            .expect_shape(|| "lora_B".to_owned(), &[experts, d_out, rank])?;
-        Ok([experts, rank, d_in, d_out])
+        if second != same || gate.magnitude.is_some() != up.magnitude.is_some() {
+            let Sizes { d_in, d_out, .. } = first;
+            let expected = format!("the axes of the gate, [.., r, {d_in}] and [.., {d_out}, r]");
+            return Err(axes("of up", &up.b, expected));
+        }
+        let rank = first.rank + second.rank;
+        let a = (0..first.a_experts).flat_map(|e| [gate.a.outer(e), up.a.outer(e)].concat());
+        let mut b = Vec::with_capacity(first.b_experts * 2 * first.d_out * rank);
+        for expert in 0..first.b_experts {
+            for row in gate.b.outer(expert).chunks_exact(first.rank) {
+                b.extend(row);
+                b.extend(std::iter::repeat_n(0.0, second.rank));
+            }
+            for row in up.b.outer(expert).chunks_exact(second.rank) {
+                b.extend(std::iter::repeat_n(0.0, first.rank));
+                b.extend(row);
+            }
+        }
+        let growth = rank as f64 / first.rank as f64;
+        let pair = Self::new(
+            HostTensor::new([first.a_experts, rank, first.d_in], a.collect())?,
+            HostTensor::new([first.b_experts, 2 * first.d_out, rank], b)?,
+            gate.alpha * if rslora { growth.sqrt() } else { growth },
+        )?;
+        match (&gate.magnitude, &up.magnitude) {
+            (Some(of_gate), Some(of_up)) => {
+                let experts = of_gate.shape()[0];
+                let rows = (0..experts).flat_map(|e| [of_gate.outer(e), of_up.outer(e)].concat());
+                let shape = [experts, 2 * first.d_out];
+                pair.with_magnitude(HostTensor::new(shape, rows.collect())?)
+            }
+            _ => Ok(pair),
+        }
+    }
+
+    /// The axes, if they belong together.
+    pub(crate) fn sizes(&self) -> Result<Sizes, InterchangeError> {
+        let (&[a_experts, rank, d_in], &[b_experts, d_out, columns]) =
+            (self.a.shape(), self.b.shape())
+        else {
+            let (name, factor, expected) = match self.a.shape().len() {
+                3 => ("lora_B", &self.b, "[E, d_out, r]"),
+                _ => ("lora_A", &self.a, "[E, r, d_in]"),
+            };
+            return Err(axes(name, factor, expected));
+        };
+        if rank == 0 || a_experts == 0 || b_experts == 0 {
+            return Err(axes("lora_A", &self.a, "at least one expert and one rank"));
+        }
+        if columns != rank || (b_experts != a_experts && a_experts != 1 && b_experts != 1) {
+            let expected = format!("[{a_experts} or 1, {d_out}, {rank}]");
+            return Err(axes("lora_B", &self.b, expected));
+        }
+        if let Some(magnitude) = &self.magnitude {
+            let expected = [a_experts.max(b_experts), d_out];
+            magnitude.expect_shape(|| "lora_magnitude_vector".to_owned(), &expected)?;
+        }
+        Ok(Sizes {
+            a_experts,
+            b_experts,
+            rank,
+            d_in,
+            d_out,
+        })
     }
 }
 
-fn axes(name: &'static str, tensor: &HostTensor, expected: impl Into<String>) -> InterchangeError {
+/// Of every expert of `tensor` the first or the second half of its rows.
+fn half_of(
+    tensor: &HostTensor,
+    part: usize,
+    shape: Vec<usize>,
+) -> Result<HostTensor, InterchangeError> {
+    let rows = (0..shape[0]).flat_map(|expert| {
+        let rows = tensor.outer(expert);
+        &rows[part * rows.len() / 2..][..rows.len() / 2]
+    });
+    let rows = rows.copied().collect();
+    Ok(HostTensor::new(shape, rows)?)
+}
+
+pub(crate) fn axes(
+    name: &'static str,
+    tensor: &HostTensor,
+    expected: impl Into<String>,
+) -> InterchangeError {
     InterchangeError::Axes {
         name,
         found: tensor.shape().to_vec(),
@@ -123,99 +232,114 @@ fn axes(name: &'static str, tensor: &HostTensor, expected: impl Into<String>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
-    /// Two experts of rank 2 on 1x1 weights.
-    fn small() -> FactorPair {
-        FactorPair::new(
-            HostTensor::new([2, 2, 1], vec![1.0, 2.0, 3.0, 4.0]).unwrap(),
-            HostTensor::new([2, 1, 2], vec![5.0, 6.0, 7.0, 8.0]).unwrap(),
-        )
-        .unwrap()
+    fn tensor(shape: impl Into<Vec<usize>>, first: usize) -> HostTensor {
+        let shape = shape.into();
+        let len = shape.iter().product::<usize>();
+        HostTensor::new(shape, (first..first + len).map(|i| i as f32).collect()).unwrap()
     }
 
-    fn deltas(a: &[f32], b: &[f32]) -> [f32; 2] {
-        [0, 1].map(|e| (0..2).map(|k| b[2 * e + k] * a[2 * e + k]).sum())
-    }
-
-    #[test]
-    fn a_is_packed_expert_slow_and_b_expert_fast() {
-        let pair = small();
-        let (a, b) = pair.to_stacked().unwrap();
-        assert_eq!(
-            (a.shape(), a.data()),
-            (&[4, 1][..], &[1.0, 2.0, 3.0, 4.0][..])
-        );
-        assert_eq!(
-            (b.shape(), b.data()),
-            (&[1, 4][..], &[5.0, 7.0, 6.0, 8.0][..])
-        );
-
-        let unpacked = FactorPair::from_stacked(a.clone(), &b, 2).unwrap();
-        assert_eq!(unpacked, pair);
-        assert_eq!(deltas(unpacked.a.data(), unpacked.b.data()), [17.0, 53.0]);
-        // Negative control: the packed B read as if it were laid out like A has the right shape and
-        // is wrong.
-        assert_eq!(deltas(a.data(), b.data()), [19.0, 50.0]);
-    }
-
-    #[test]
-    fn rows_must_divide_among_experts() {
-        let a = HostTensor::new([4, 1], vec![0.0; 4]).unwrap();
-        let b = HostTensor::new([1, 4], vec![0.0; 4]).unwrap();
-        let error = FactorPair::from_stacked(a, &b, 3).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "factor lora_A has shape [4, 1], expected [3*r, d_in] (give both factors the same experts and rank)"
-        );
+    /// `s B A` of every expert, row by row.
+    fn deltas(pair: &FactorPair, rslora: bool) -> Vec<f64> {
+        let sizes = pair.sizes().unwrap();
+        let experts = sizes.a_experts.max(sizes.b_experts);
+        let pair = pair.expand(experts).unwrap();
+        let mut deltas = Vec::new();
+        for e in 0..experts {
+            let (a, b) = (pair.a.outer(e), pair.b.outer(e));
+            for o in 0..sizes.d_out {
+                for i in 0..sizes.d_in {
+                    let sum: f64 = (0..sizes.rank)
+                        .map(|k| {
+                            f64::from(b[o * sizes.rank + k]) * f64::from(a[k * sizes.d_in + i])
+                        })
+                        .sum();
+                    deltas.push(pair.scale(rslora) * sum);
+                }
+            }
+        }
+        deltas
     }
 
     #[test]
     fn factors_must_agree() {
-        let error = FactorPair::new(
-            HostTensor::new([2, 3, 1], vec![0.0; 6]).unwrap(),
-            HostTensor::new([2, 1, 2], vec![0.0; 4]).unwrap(),
-        )
-        .unwrap_err();
-        assert!(
-            error
-                .to_string()
-                .starts_with("tensor \"lora_B\" has shape [2, 1, 2], expected [2, 1, 3]"),
-            "{error}"
+        let message = |a, b| {
+            let error = FactorPair::new(tensor(a, 0), tensor(b, 0), 1.0).unwrap_err();
+            error.to_string()
+        };
+        assert_eq!(
+            message([2, 3, 1], [2, 1, 2]),
+            "factor lora_B has shape [2, 1, 2], expected [2 or 1, 1, 3] (give both factors the same experts and rank)"
         );
+        assert!(message([8, 3, 1], [4, 1, 3]).contains("[4, 1, 3], expected [8 or 1, 1, 3]"));
+        assert!(message([2, 0, 1], [2, 1, 0]).contains("at least one expert and one rank"));
+        let error = FactorPair::new(tensor([2, 3], 0), tensor([2, 1, 3], 0), 1.0).unwrap_err();
+        assert!(error.to_string().contains("expected [E, r, d_in]"));
+        let pair = FactorPair::new(tensor([1, 3, 1], 0), tensor([4, 2, 3], 0), 1.0).unwrap();
+        let error = pair.with_magnitude(tensor([1, 2], 0)).unwrap_err();
+        assert!(error.to_string().contains("[1, 2], expected [4, 2]"));
     }
 
     #[test]
     fn odd_rows_do_not_split() {
-        let error = small().split_rows().unwrap_err();
+        let pair = FactorPair::new(tensor([2, 2, 1], 0), tensor([2, 1, 2], 0), 1.0).unwrap();
+        let error = pair.split_rows().unwrap_err();
         assert!(error.to_string().contains("expected [E, 2F, r]"), "{error}");
     }
 
-    proptest! {
-        #[test]
-        fn packing_is_a_bijection(
-            experts in 1usize..6,
-            rank in 1usize..5,
-            d_in in 1usize..5,
-            d_out in 1usize..5,
-        ) {
-            // Distinct values, so that any misplaced element shows.
-            let count = |from: usize, n: usize| (from..from + n).map(|i| i as f32).collect::<Vec<_>>();
-            let (len_a, len_b) = (experts * rank * d_in, experts * d_out * rank);
-            let pair = FactorPair::new(
-                HostTensor::new([experts, rank, d_in], count(0, len_a)).unwrap(),
-                HostTensor::new([experts, d_out, rank], count(len_a, len_b)).unwrap(),
-            ).unwrap();
-            let (a, b) = pair.to_stacked().unwrap();
-            for e in 0..experts {
-                for k in 0..rank {
-                    prop_assert_eq!(a.outer(e * rank + k), &pair.a.outer(e)[k * d_in..][..d_in]);
-                    for o in 0..d_out {
-                        prop_assert_eq!(b.outer(o)[k * experts + e], pair.b.outer(e)[o * rank + k]);
-                    }
-                }
-            }
-            prop_assert_eq!(FactorPair::from_stacked(a, &b, experts).unwrap(), pair);
+    #[test]
+    fn rank_stabilised_scale_divides_by_the_root() {
+        let pair = FactorPair::new(tensor([1, 16, 1], 0), tensor([1, 1, 16], 0), 16.0).unwrap();
+        assert_eq!((pair.scale(false), pair.scale(true)), (1.0, 4.0));
+    }
+
+    #[test]
+    fn expanded_pair_has_the_same_deltas() {
+        let pair = FactorPair::new(tensor([1, 2, 3], 1), tensor([4, 5, 2], 7), 3.0).unwrap();
+        let expanded = pair.expand(4).unwrap();
+        assert_eq!(expanded.a.shape(), [4, 2, 3]);
+        assert_eq!(expanded.a.outer(3), pair.a.outer(0));
+        assert_eq!(expanded.b, pair.b);
+        let error = pair.expand(8).unwrap_err().to_string();
+        assert!(error.contains("lora_B has shape [4, 5, 2]"), "{error}");
+    }
+
+    #[test]
+    fn stacked_rows_have_the_deltas_of_both_pairs() {
+        for rslora in [false, true] {
+            let gate = FactorPair::new(tensor([2, 2, 3], 1), tensor([2, 4, 2], 7), 3.0).unwrap();
+            let up = FactorPair::new(tensor([2, 2, 3], 31), tensor([2, 4, 2], 60), 3.0).unwrap();
+            let both = FactorPair::stack_rows(&gate, &up, rslora).unwrap();
+            assert_eq!(both.rank(), 4);
+            let expected = if rslora { 3.0 * 2f64.sqrt() } else { 6.0 };
+            assert_eq!(both.alpha, expected);
+
+            let [gate, up] = [gate, up].map(|pair| deltas(&pair, rslora));
+            let experts = gate.chunks(12).zip(up.chunks(12));
+            let expected: Vec<f64> = experts.flat_map(|(g, u)| [g, u].concat()).collect();
+            let difference = |found: &[f64]| {
+                let pairs = found.iter().zip(&expected);
+                pairs.fold(0f64, |most, (f, e)| most.max((f / e - 1.0).abs()))
+            };
+            assert!(difference(&deltas(&both, rslora)) < 1e-15);
+            // Negative control: alpha kept, as if the scale did not depend on the rank.
+            let mut kept = both.clone();
+            kept.alpha = 3.0;
+            assert!(difference(&deltas(&kept, rslora)) > 0.2);
         }
+    }
+
+    #[test]
+    fn magnitudes_follow_their_rows() {
+        let half = |first| {
+            let pair = FactorPair::new(tensor([2, 1, 3], 1), tensor([2, 2, 1], 7), 3.0).unwrap();
+            pair.with_magnitude(tensor([2, 2], first)).unwrap()
+        };
+        let both = FactorPair::stack_rows(&half(0), &half(10), false).unwrap();
+        let magnitude = both.magnitude.as_ref().unwrap();
+        assert_eq!(magnitude.data(), [0., 1., 10., 11., 2., 3., 12., 13.]);
+        let (gate, up) = both.split_rows().unwrap();
+        assert_eq!(gate.magnitude.unwrap().data(), [0., 1., 2., 3.]);
+        assert_eq!(up.magnitude.unwrap().data(), [10., 11., 12., 13.]);
     }
 }
