@@ -216,6 +216,7 @@ fn per_expert_adapters_give_the_outputs_on_file() {
         let Some(GateUp::Fused(pair)) = &fused.layers[&0].gate_up else {
             panic!("expected fused factors");
         };
+        assert_eq!(fused.scale(pair), scale);
         let (upper, lower) = halves(pair, config);
         let found = deviation(folder, &model, [&upper, &lower, down], scale);
         assert!(found < TOLERANCE, "{folder}: {found}");
