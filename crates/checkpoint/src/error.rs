@@ -291,7 +291,7 @@ pub enum CheckpointError {
     },
     /// Replicas that should be equal to the bit and are not.
     #[error(
-        "tensor {key:?} differs between its replicas on {first} and {second}, first in bytes {begin}..{end} of the shard (a gradient was not summed over the replicas)"
+        "tensor {key:?} differs between its replicas on {first} and {second}, first in bytes {begin}..{end} of the shard (sum the gradients of replicas before the optimizer's step, and start replicas equal)"
     )]
     UnequalReplicas {
         /// The tensor.

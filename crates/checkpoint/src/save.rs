@@ -3,17 +3,18 @@
 use crate::storage::{Disk, NewFile, Storage, TEMPORARY};
 use crate::{
     AdapterEntry, BLOCK_BYTES, BlockChecksums, CheckpointError, GroupSizes, Manifest, Place,
-    ShardEntry, ShardedTensor, TensorEntry, TensorLayout, document,
+    ShardedTensor, TensorLayout,
 };
 use moe_lora_files::FileError;
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PART_FORMAT: &str = "moe-lora-checkpoint-part";
+mod part;
+
+use part::{Part, PartTensor, merge};
 
 /// One rank's side of a save into a folder that all ranks share.
 ///
@@ -30,23 +31,6 @@ pub struct Save {
     step: u64,
     generation: u64,
     storage: Box<dyn Storage>,
-}
-
-/// What one rank saved, read by the rank that commits.
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Part {
-    generation: u64,
-    step: u64,
-    topology: GroupSizes,
-    tensors: Vec<PartTensor>,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PartTensor {
-    layout: TensorLayout,
-    crc32: BlockChecksums,
 }
 
 impl Save {
@@ -163,8 +147,7 @@ impl Save {
             topology: *self.place.sizes(),
             tensors: tensors.into_values().collect(),
         };
-        let path = self.part_path(&self.place);
-        document::write(&*self.storage, &path, PART_FORMAT, &part)?;
+        part.write(&*self.storage, &self.part_path(&self.place))?;
         self.sync_folder()
     }
 
@@ -179,35 +162,9 @@ impl Save {
         self,
         adapters: BTreeMap<String, AdapterEntry>,
     ) -> Result<Manifest, CheckpointError> {
-        let mut merged: BTreeMap<String, Merged> = BTreeMap::new();
-        for place in self.place.sizes().places()? {
-            for tensor in self.read_part(&place)?.tensors {
-                let shard = tensor.layout.shard(&place)?;
-                let key = shard.key.clone();
-                let merged = merged.entry(key.clone()).or_insert_with(|| Merged {
-                    layout: tensor.layout.clone(),
-                    copies: Vec::new(),
-                });
-                if let Some(first) = merged.copies.first()
-                    && merged.layout != tensor.layout
-                {
-                    return Err(CheckpointError::LayoutDiffers {
-                        key,
-                        first: first.place.to_string(),
-                        second: place.to_string(),
-                    });
-                }
-                merged.copies.push(Copy {
-                    place,
-                    shard,
-                    crc32: tensor.crc32,
-                });
-            }
-        }
-        let tensors = merged
-            .into_values()
-            .map(|tensor| tensor.entry(|place| self.shard_name(place)))
-            .collect::<Result<_, _>>()?;
+        let places = self.place.sizes().places()?;
+        let parts = places.map(|place| Ok((place, self.read_part(&place)?)));
+        let tensors = merge(parts, |place| self.shard_name(place))?;
         let manifest = Manifest {
             generation: self.generation,
             step: self.step,
@@ -227,7 +184,7 @@ impl Save {
             let place = place.to_string();
             return Err(CheckpointError::MissingPart { place, path });
         }
-        let part: Part = document::read(&path, PART_FORMAT)?;
+        let part = Part::read(&path)?;
         let topology = |sizes: &GroupSizes| format!("{sizes:?}");
         for (what, found, expected) in [
             (
@@ -279,59 +236,6 @@ impl Save {
     fn part_path(&self, place: &Place) -> PathBuf {
         self.folder
             .join(format!("g{}-{place}.part.json", self.generation))
-    }
-}
-
-/// What the ranks hold of one tensor.
-struct Merged {
-    layout: TensorLayout,
-    copies: Vec<Copy>,
-}
-
-struct Copy {
-    place: Place,
-    shard: ShardedTensor,
-    crc32: BlockChecksums,
-}
-
-impl Merged {
-    fn entry(mut self, file: impl Fn(&Place) -> String) -> Result<TensorEntry, CheckpointError> {
-        // Copies of one box side by side, the stored one first.
-        self.copies.sort_by(|a, b| {
-            let order = |copy: &Copy| (copy.shard.offset.clone(), copy.shard.replica);
-            order(a).cmp(&order(b))
-        });
-        for copies in self
-            .copies
-            .chunk_by(|a, b| a.shard.offset == b.shard.offset)
-        {
-            for other in &copies[1..] {
-                let len = other.shard.byte_len();
-                if let Some(bytes) = copies[0].crc32.first_difference(&other.crc32, len) {
-                    return Err(CheckpointError::UnequalReplicas {
-                        key: self.layout.key,
-                        first: copies[0].place.to_string(),
-                        second: other.place.to_string(),
-                        begin: bytes.start,
-                        end: bytes.end,
-                    });
-                }
-            }
-        }
-        let stored = self
-            .copies
-            .into_iter()
-            .filter(|copy| copy.shard.replica == 0);
-        let shards = stored.map(|copy| ShardEntry {
-            file: file(&copy.place),
-            offset: copy.shard.offset,
-            shape: copy.shard.local_shape,
-            crc32: copy.crc32,
-        });
-        Ok(TensorEntry {
-            shards: shards.collect(),
-            layout: self.layout,
-        })
     }
 }
 

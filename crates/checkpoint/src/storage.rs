@@ -5,7 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-pub(crate) trait Storage {
+pub(crate) trait Storage: Send + Sync {
     /// A new, empty file; what lay there is removed, so that a link is replaced and not followed.
     fn create(&self, path: &Path) -> io::Result<File>;
     fn append(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;

@@ -4,7 +4,8 @@ mod folders;
 
 use folders::{GATE_UP_B, TIME, adapters, assert_loads, full, layouts, save, written};
 use moe_lora_checkpoint::{
-    Checkpoint, CheckpointError, Dtype, GroupSizes, Manifest, Save, ShardedTensor, TensorLayout,
+    Axis, BLOCK_BYTES, Checkpoint, CheckpointError, Dtype, GroupSizes, Manifest, Save,
+    ShardedTensor, TensorLayout,
 };
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -136,6 +137,33 @@ fn a_bit_flip_in_the_data_is_found_by_those_who_read_the_block() {
         .shard(&GroupSizes::new(2, 2).place(2).unwrap())
         .unwrap();
     checkpoint.read(&other).unwrap_err();
+}
+
+#[test]
+fn damage_in_a_block_is_met_by_the_ranks_that_need_it() {
+    let folder = TempDir::new().unwrap();
+    let rows = TensorLayout::new("w", Dtype::U8, [4, BLOCK_BYTES]).with_axis(0, Axis::Ep);
+    save(
+        folder.path(),
+        GroupSizes::new(1, 1),
+        std::slice::from_ref(&rows),
+        5,
+    );
+    let file = folder.path().join("g1-ep0-etp0-dp0.safetensors");
+    change(&file, |bytes| {
+        let row = bytes.len() - 2 * BLOCK_BYTES;
+        bytes[row] ^= 1;
+    });
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    for place in GroupSizes::new(4, 1).places().unwrap() {
+        let found = checkpoint.read(&rows.shard(&place).unwrap());
+        assert_eq!(found.is_err(), place.ep() == 2, "{place}");
+    }
+    let message = checkpoint.full("w").unwrap_err();
+    assert_names(
+        message,
+        &["tensor \"w\" is damaged in bytes 524288..786432 of its shard"],
+    );
 }
 
 #[test]
@@ -564,9 +592,7 @@ fn ranks_that_describe_a_tensor_differently() {
     let saves = written(folder.path(), GroupSizes::new(1, 2), &layouts(), 6);
     let layout = TensorLayout::new("w", Dtype::U8, [2, 2]);
     for (axis, save) in saves.iter().enumerate() {
-        let layout = layout
-            .clone()
-            .with_axis(axis, moe_lora_checkpoint::Axis::ExpertTp);
+        let layout = layout.clone().with_axis(axis, Axis::ExpertTp);
         save.write(&[layout], |_| Ok(vec![1, 2].into())).unwrap();
     }
     let error = saves

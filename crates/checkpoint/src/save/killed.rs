@@ -2,12 +2,12 @@
 
 use super::*;
 use crate::{Axis, Checkpoint, Dtype, LoadedTensor};
-use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use tempfile::TempDir;
 
 /// What a power cut takes of the renames after the folder was last synchronised. A kill takes none.
@@ -20,32 +20,30 @@ enum Lost {
 
 /// A disk that stops before its `left`-th operation, or halfway through it when that is a write.
 struct Stopping {
-    left: Cell<usize>,
+    left: AtomicUsize,
     /// Inodes of files whose contents are not yet durable.
-    unsynced: RefCell<BTreeSet<u64>>,
+    unsynced: Mutex<BTreeSet<u64>>,
     /// Renames that are not yet durable: to, from, and a link to what they replaced.
-    renames: RefCell<Vec<(PathBuf, PathBuf, Option<PathBuf>)>>,
+    renames: Mutex<Vec<(PathBuf, PathBuf, Option<PathBuf>)>>,
     links: TempDir,
 }
 
 impl Stopping {
-    fn new(left: usize) -> Rc<Self> {
-        Rc::new(Self {
-            left: Cell::new(left),
-            unsynced: RefCell::default(),
-            renames: RefCell::default(),
+    fn new(left: usize) -> Arc<Self> {
+        Arc::new(Self {
+            left: AtomicUsize::new(left),
+            unsynced: Mutex::default(),
+            renames: Mutex::default(),
             links: TempDir::new().unwrap(),
         })
     }
 
     fn stop(&self) -> io::Result<()> {
-        match self.left.get() {
-            0 => Err(io::Error::other("stopped")),
-            left => {
-                self.left.set(left - 1);
-                Ok(())
-            }
-        }
+        let less = |left: usize| left.checked_sub(1);
+        let left = self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        left.map(|_| ()).map_err(|_| io::Error::other("stopped"))
     }
 
     /// Takes from the folder what was not durable.
@@ -53,7 +51,7 @@ impl Stopping {
         if lost == Lost::None {
             return;
         }
-        let mut renames = self.renames.borrow_mut();
+        let mut renames = self.renames.lock().unwrap();
         if lost == Lost::AllButLast {
             renames.pop();
         }
@@ -67,7 +65,7 @@ impl Stopping {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             let metadata = fs::metadata(&path).unwrap();
-            if self.unsynced.borrow().contains(&metadata.ino()) {
+            if self.unsynced.lock().unwrap().contains(&metadata.ino()) {
                 let file = File::options().write(true).open(&path).unwrap();
                 file.set_len(metadata.len() / 2).unwrap();
             }
@@ -75,11 +73,11 @@ impl Stopping {
     }
 }
 
-impl Storage for Rc<Stopping> {
+impl Storage for Arc<Stopping> {
     fn create(&self, path: &Path) -> io::Result<File> {
         self.stop()?;
         let file = Disk.create(path)?;
-        self.unsynced.borrow_mut().insert(file.metadata()?.ino());
+        self.unsynced.lock().unwrap().insert(file.metadata()?.ino());
         Ok(file)
     }
 
@@ -94,13 +92,16 @@ impl Storage for Rc<Stopping> {
     fn sync(&self, file: &File) -> io::Result<()> {
         self.stop()?;
         // What is durable is kept in the books here; a real wait for the disk would only take time.
-        self.unsynced.borrow_mut().remove(&file.metadata()?.ino());
+        self.unsynced
+            .lock()
+            .unwrap()
+            .remove(&file.metadata()?.ino());
         Ok(())
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.stop()?;
-        let mut renames = self.renames.borrow_mut();
+        let mut renames = self.renames.lock().unwrap();
         let link = self.links.path().join(renames.len().to_string());
         let _ = fs::remove_file(&link);
         let replaced = fs::hard_link(to, &link).is_ok().then_some(link);
@@ -110,7 +111,7 @@ impl Storage for Rc<Stopping> {
 
     fn sync_folder(&self, _: &Path) -> io::Result<()> {
         self.stop()?;
-        self.renames.borrow_mut().clear();
+        self.renames.lock().unwrap().clear();
         Ok(())
     }
 
@@ -132,14 +133,14 @@ fn layouts() -> Vec<TensorLayout> {
 
 /// Saves from every rank in turn and commits; the bytes tell the steps apart.
 fn save(
-    disk: &Rc<Stopping>,
+    disk: &Arc<Stopping>,
     folder: &Path,
     sizes: GroupSizes,
     step: u64,
 ) -> Result<(), CheckpointError> {
     let mut first = None;
     for place in sizes.places()? {
-        let save = Save::begin_on(Box::new(Rc::clone(disk)), folder, place, step)?;
+        let save = Save::begin_on(Box::new(Arc::clone(disk)), folder, place, step)?;
         save.write(&layouts(), |shard| {
             Ok(vec![step as u8; shard.byte_len()].into())
         })?;
@@ -172,7 +173,7 @@ fn a_save_stopped_at_any_operation_leaves_a_whole_checkpoint_and_the_next_one_su
 
             let disk = Stopping::new(left);
             let saved = save(&disk, folder, new, 2);
-            let finished = disk.left.get() > 0;
+            let finished = disk.left.load(Ordering::Relaxed) > 0;
             disk.cut_power(folder, lost);
             match step(folder) {
                 1 => kept += 1,
