@@ -280,5 +280,5 @@ fn is_of_a_save(name: &str) -> bool {
         && words.next().is_none()
 }
 
-#[cfg(test)]
+#[cfg(all(test, unix))]
 mod killed;
