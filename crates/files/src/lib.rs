@@ -26,5 +26,5 @@ pub use error::{FileError, nearest_name};
 pub use json_file::{JsonFile, regular_file_len};
 pub use staging::Staging;
 pub use tensor::{HostTensor, expect_shape};
-pub use tensor_file::{StoredTensor, TensorFile};
+pub use tensor_file::{StoredTensor, TensorFile, widen};
 pub use tensor_writer::TensorWriter;

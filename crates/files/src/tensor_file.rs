@@ -163,7 +163,8 @@ impl TensorFile {
     /// As [`tensor`](Self::tensor).
     pub fn widen(&self, name: &str, out: &mut Vec<f32>) -> Result<(), FileError> {
         let stored = self.stored(name)?;
-        self.widen_bytes(name, stored.dtype, &stored.bytes, out)
+        let widened = widen(stored.dtype, &stored.bytes, out);
+        widened.ok_or_else(|| unsupported_dtype(&self.path, name, stored.dtype))
     }
 
     /// Appends the elements at `index` of the tensor's first axis to `out` in `f32`.
@@ -190,25 +191,22 @@ impl TensorFile {
         );
         let stride = stored.bytes.len() / size;
         let bytes = &stored.bytes[index * stride..(index + 1) * stride];
-        self.widen_bytes(name, stored.dtype, bytes, out)
+        let widened = widen(stored.dtype, bytes, out);
+        widened.ok_or_else(|| unsupported_dtype(&self.path, name, stored.dtype))
     }
+}
 
-    fn widen_bytes(
-        &self,
-        name: &str,
-        dtype: Dtype,
-        bytes: &[u8],
-        out: &mut Vec<f32>,
-    ) -> Result<(), FileError> {
-        let halves = || bytes.as_chunks::<2>().0.iter().copied();
-        match dtype {
-            Dtype::F32 => out.extend(bytes.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le))),
-            Dtype::BF16 => out.extend(halves().map(|le| bf16::from_le_bytes(le).to_f32())),
-            Dtype::F16 => out.extend(halves().map(|le| f16::from_le_bytes(le).to_f32())),
-            dtype => return Err(unsupported_dtype(&self.path, name, dtype)),
-        }
-        Ok(())
+/// Appends little-endian elements to `out` in `f32`; none where the type is not `f32`, `bf16` or
+/// `f16`.
+pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut Vec<f32>) -> Option<()> {
+    let halves = || bytes.as_chunks::<2>().0.iter().copied();
+    match dtype {
+        Dtype::F32 => out.extend(bytes.as_chunks().0.iter().map(|&le| f32::from_le_bytes(le))),
+        Dtype::BF16 => out.extend(halves().map(|le| bf16::from_le_bytes(le).to_f32())),
+        Dtype::F16 => out.extend(halves().map(|le| f16::from_le_bytes(le).to_f32())),
+        _ => return None,
     }
+    Some(())
 }
 
 /// The bytes of a tensor in its type on disk.

@@ -1,6 +1,7 @@
 //! Everything that can be wrong with a folder or with what is to be written.
 
 use crate::PeftLayout;
+use moe_lora_checkpoint::{CheckpointError, Dtype};
 use moe_lora_files::FileError;
 use std::path::PathBuf;
 
@@ -11,6 +12,49 @@ pub enum InterchangeError {
     /// A file or tensor by itself.
     #[error(transparent)]
     File(#[from] FileError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// An adapter in a checkpoint that is not on routed experts.
+    #[error(
+        "{linear} is not a projection of routed experts, which is all that adapter files hold (leave its adapter out of the checkpoint)"
+    )]
+    NotExperts {
+        /// The linear.
+        linear: String,
+    },
+    /// An adapter in a checkpoint with a function between its factors.
+    #[error(
+        "{linear} has a function between A and B, which adapter files cannot hold (train it with the identity)"
+    )]
+    Nonlinear {
+        /// The linear.
+        linear: String,
+    },
+    /// Rank-stabilised adapters beside others.
+    #[error(
+        "{linear} is rank-stabilised where others are not or the other way round, which one adapter file cannot hold (train all of them alike)"
+    )]
+    MixedScales {
+        /// The linear.
+        linear: String,
+    },
+    /// An adapter on gate without one on up, or the other way round.
+    #[error(
+        "layer {layer} has an adapter on gate or up alone, which adapter files cannot hold (adapt both or neither)"
+    )]
+    HalfGateUp {
+        /// The layer.
+        layer: usize,
+    },
+    /// A factor in a checkpoint of a type that is not widened to `f32`.
+    #[error("{key} is stored as {dtype} (supported: F32, BF16, F16)")]
+    StoredDtype {
+        /// The factor.
+        key: String,
+        /// Its type.
+        dtype: Dtype,
+    },
     /// A shard name that is not a plain file name.
     #[error(
         "{path} names the shard {name:?}, which is not a plain .safetensors file name (shards must lie in the model's own folder)"

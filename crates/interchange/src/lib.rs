@@ -61,6 +61,7 @@ mod error;
 mod experts;
 mod family;
 mod hub;
+mod merge;
 mod model_writer;
 mod peft;
 mod projection;

@@ -9,6 +9,7 @@ mod patterns;
 mod slot;
 mod stacked;
 mod storage;
+mod stored;
 mod targets;
 
 pub use expert_adapter::{ExpertAdapter, GateUp};

@@ -1,0 +1,73 @@
+//! `moe-lora merge`
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use moe_lora_interchange::{InterchangeError, ModelWriter};
+use serde::Serialize;
+
+use crate::output::Output;
+use crate::source::{open_model, read_adapter};
+
+#[derive(Serialize)]
+struct Merged {
+    out: PathBuf,
+    layers: usize,
+    files: Vec<String>,
+}
+
+impl fmt::Display for Merged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (layers, files) = (self.layers, self.files.len());
+        let out = self.out.display();
+        write!(
+            f,
+            "merged {layers} layers, files of weights: {files}: {out}"
+        )
+    }
+}
+
+/// Writes `W + s B A` of every adapted expert, and the rest of the model as it is.
+///
+/// # Errors
+/// Files that are damaged or do not fit each other, or a folder that cannot be written to.
+pub fn run(
+    model: &Path,
+    adapter: &Path,
+    out: &Path,
+    max_shard_bytes: u64,
+    output: &Output,
+) -> Result<()> {
+    let hub = open_model(model)?;
+    let adapter = read_adapter(adapter, hub.config())?;
+    let max_shard_bytes = usize::try_from(max_shard_bytes).unwrap_or(usize::MAX);
+    let writer = ModelWriter::new(&hub, out, max_shard_bytes)?;
+    let outside = adapter
+        .layers
+        .keys()
+        .find(|layer| !hub.config().is_moe(**layer));
+    ensure!(
+        outside.is_none(),
+        "the adapter is on layer {}, which has no experts in this model (check that the two belong together)",
+        outside.unwrap_or(&0)
+    );
+    let progress = output.progress("merging", hub.config().num_hidden_layers);
+    writer.write(|layer| -> Result<_, InterchangeError> {
+        progress.done(layer);
+        let Some(adapter_of_layer) = adapter.layers.get(&layer) else {
+            return Ok(BTreeMap::new());
+        };
+        let experts = hub.expert_weights(layer)?;
+        let merged = experts.merge(adapter_of_layer, adapter.rslora)?;
+        merged.into_hub(layer, &hub)
+    })?;
+    drop(progress);
+    output.result(&Merged {
+        out: out.to_owned(),
+        layers: adapter.layers.len(),
+        files: writer.file_names().into_iter().map(String::from).collect(),
+    });
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! `moe-lora reshard`
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use moe_lora_checkpoint::{GroupSizes, reshard};
+use serde::Serialize;
+
+use crate::output::Output;
+use crate::source::open_checkpoint;
+
+#[derive(Serialize)]
+struct Resharded {
+    out: PathBuf,
+    ep: usize,
+    etp: usize,
+    tp: usize,
+    tensors: usize,
+    bytes: usize,
+}
+
+impl fmt::Display for Resharded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            out,
+            ep,
+            etp,
+            tp,
+            tensors,
+            bytes,
+        } = self;
+        let out = out.display();
+        write!(
+            f,
+            "{tensors} tensors of {bytes} bytes for ep {ep} x etp {etp}, tp {tp}: {out}"
+        )
+    }
+}
+
+/// Writes the checkpoint anew for `[ep, etp, tp]`.
+///
+/// # Errors
+/// A damaged checkpoint, or sizes that do not divide its tensors.
+pub fn run(folder: &Path, out: &Path, [ep, etp, tp]: [usize; 3], output: &Output) -> Result<()> {
+    let checkpoint = open_checkpoint(folder)?;
+    let entries = checkpoint.manifest().tensors.iter();
+    let bytes = entries.map(|entry| entry.byte_len()).sum();
+    // Each group fits once into the fewest ranks that both decompositions divide.
+    let sizes = GroupSizes::new(ep, etp).with_tp(tp);
+    let world = least_common_multiple(sizes.world, tp);
+    let progress = output.progress("resharding", bytes);
+    let manifest = reshard(&checkpoint, out, sizes.with_world(world), |state| {
+        progress.done(state.done);
+    })?;
+    drop(progress);
+    output.result(&Resharded {
+        out: out.to_owned(),
+        ep,
+        etp,
+        tp,
+        tensors: manifest.tensors.len(),
+        bytes,
+    });
+    Ok(())
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    match x {
+        0 => 0,
+        divisor => (a / divisor).saturating_mul(b),
+    }
+}
