@@ -3,8 +3,9 @@
 //!
 //! Adapters of a 128-expert model in f32 with two optimizer moments. Each side goes first in every
 //! second round; both write the same memory, wait for the disk, and read into fresh memory, once
-//! from the disk and once from the page cache. Prints median speeds and the median of the rounds' ratios.
-//! Memory and bytes read are those of a process that does nothing else.
+//! from the disk and once from the page cache, the plain side on one thread and a load on its two.
+//! Prints median speeds and the median of the rounds' ratios. Memory and bytes read are those of a
+//! process that does nothing else.
 //!
 //! ```text
 //! cargo bench -p moe-lora-benches --profile dev --bench checkpoint -- [--mib 2048] [--rounds 5]

@@ -11,9 +11,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 /// Missing tensors for which a near name is looked for; the comparison is with every stored one.
 const NEAR_NAMES: usize = 16;
+
+/// Threads that read: while one verifies, the other copies. One alone loads from the page cache at
+/// 0.73 to 0.79 of the speed of reads that verify nothing.
+const READERS: usize = 2;
 
 /// An open checkpoint: its manifest, and its files with their headers checked against it.
 ///
@@ -113,7 +119,7 @@ impl Checkpoint {
     /// Loads the shards of one rank, all of them or none.
     ///
     /// Reads the blocks that hold a byte of them and no others, verifies each, and takes no memory
-    /// beside the tensors but one block.
+    /// beside the tensors but two blocks.
     ///
     /// # Errors
     ///
@@ -171,15 +177,7 @@ impl Checkpoint {
             let report = Box::new(report);
             return Err(CheckpointError::Refused { report });
         }
-        let mut loaded = Loaded::new();
-        for plan in &plans {
-            let tensor = LoadedTensor {
-                dtype: plan.wanted.dtype,
-                shape: plan.wanted.local_shape.clone(),
-                bytes: self.execute(plan)?,
-            };
-            loaded.insert(plan.wanted.key.clone(), tensor);
-        }
+        let loaded = self.execute_all(&plans)?;
         Ok((loaded, report))
     }
 
@@ -210,6 +208,33 @@ impl Checkpoint {
             dtype: whole.dtype,
             bytes: self.execute(&Plan::new(entry, &whole)?)?,
             shape: whole.local_shape,
+        })
+    }
+
+    fn execute_all(&self, plans: &[Plan]) -> Result<Loaded, CheckpointError> {
+        let next = AtomicUsize::new(0);
+        let read = || -> Result<Loaded, CheckpointError> {
+            let mut loaded = Loaded::new();
+            while let Some(plan) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
+                // The tensors after one that failed are of no use.
+                let stop = |_: &CheckpointError| next.store(plans.len(), Ordering::Relaxed);
+                let tensor = LoadedTensor {
+                    dtype: plan.wanted.dtype,
+                    shape: plan.wanted.local_shape.clone(),
+                    bytes: self.execute(plan).inspect_err(stop)?,
+                };
+                loaded.insert(plan.wanted.key.clone(), tensor);
+            }
+            Ok(loaded)
+        };
+        thread::scope(|scope| {
+            let others = (1..READERS.min(plans.len())).map(|_| scope.spawn(read));
+            let others: Vec<_> = others.collect();
+            let mut loaded = read()?;
+            for other in others {
+                loaded.append(&mut other.join().expect("a reader does not panic")?);
+            }
+            Ok(loaded)
         })
     }
 

@@ -14,7 +14,7 @@ pub enum InterchangeError {
     File(#[from] FileError),
     /// A checkpoint.
     #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
+    Checkpoint(Box<CheckpointError>),
     /// An adapter in a checkpoint that is not on routed experts.
     #[error(
         "{linear} is not a projection of routed experts, which is all that adapter files hold (leave its adapter out of the checkpoint)"
@@ -210,6 +210,12 @@ pub enum InterchangeError {
     /// An adapter that adapts nothing.
     #[error("the adapter has no factors (give it at least one layer with a gate_up or down pair)")]
     EmptyAdapter,
+}
+
+impl From<CheckpointError> for InterchangeError {
+    fn from(error: CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
 }
 
 fn and_more(more: &bool) -> &'static str {

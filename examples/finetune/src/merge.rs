@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_moe_lora::adapters::AdapterBackend;
 use burn_moe_lora::interchange::{ExpertWeights, HostTensor, HubModel};
@@ -87,7 +87,9 @@ pub fn gather_experts<B: AdapterBackend>(
 ) -> Result<BTreeMap<String, HostTensor>> {
     let (etp, ep) = (mesh.expert_tp(), mesh.ep());
     let size = hub.config().moe_intermediate_size;
-    let experts = &blocks.layers[layer].experts;
+    let index = blocks.numbers.iter().position(|number| *number == layer);
+    let index = index.with_context(|| format!("layer {layer} has no experts"))?;
+    let experts = &blocks.layers[index].experts;
     let gate_up = experts.gate_up.weight.gather_all(etp, ep);
     let down = experts.down.weight.gather_all(etp, ep);
     if !keep {
