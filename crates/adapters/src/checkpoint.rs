@@ -103,6 +103,7 @@ where
     let weights = weights(&module);
     let loaded = plan(&weights, mesh).and_then(|(factors, place)| {
         check_settings(checkpoint, &weights)?;
+        check_optimizer(checkpoint, &factors, O::NAME, strictness)?;
         let (mut values, report) = read(checkpoint, &factors, Some(O::NAME), &place, strictness)?;
         let mut records = <OptimizerAdaptor<O, M, B> as Optimizer<M, B>>::Record::new();
         for factor in &factors {
@@ -205,6 +206,37 @@ fn plan<B: ParallelBackend>(
         .map(|trained| Factor::of(trained, topology.ep()))
         .collect::<Result<_, _>>()?;
     Ok((factors, place))
+}
+
+/// State of another optimizer is not silently left behind.
+fn check_optimizer<B: Backend>(
+    checkpoint: &Checkpoint,
+    factors: &[Factor<B>],
+    optimizer: &'static str,
+    strictness: Strictness,
+) -> Result<(), ResumeError> {
+    if matches!(
+        strictness,
+        Strictness::AllowUnexpected | Strictness::Partial
+    ) {
+        return Ok(());
+    }
+    for factor in factors {
+        let stored = checkpoint.manifest().tensors.iter().find_map(|entry| {
+            let part = entry.layout.key.strip_prefix(&factor.path)?;
+            let (stored, _) = part.strip_prefix('.')?.split_once('.')?;
+            (stored != optimizer).then(|| stored.to_owned())
+        });
+        if let Some(stored) = stored {
+            let path = factor.path.clone();
+            return Err(ResumeError::OtherOptimizer {
+                path,
+                stored,
+                optimizer,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Reads the factors, and what is stored of them under the name of an optimizer.

@@ -109,9 +109,21 @@ pub enum ResumeError {
         /// Settings of the module's adapter.
         expected: String,
     },
-    /// State of another optimizer, or a part of one.
+    /// State of another optimizer.
     #[error(
-        "{path}: the stored state {parts:?} is not that of {optimizer} (resume with the optimizer that was saved)"
+        "{path}: the checkpoint has the state of {stored}, not of {optimizer} (resume with {stored}, or load the adapters alone)"
+    )]
+    OtherOptimizer {
+        /// The factor.
+        path: String,
+        /// The optimizer that was saved.
+        stored: String,
+        /// The optimizer to be resumed.
+        optimizer: &'static str,
+    },
+    /// State of which a part is missing.
+    #[error(
+        "{path}: {parts:?} is not the whole state of {optimizer} (save the checkpoint again, or load the adapters alone)"
     )]
     OptimizerState {
         /// The factor.

@@ -61,7 +61,7 @@ pub mod prelude {
     pub use moe_lora_adapters::{
         Activation, AdapterBackend, ColumnLinear, ColumnLora, Init, LinearConfig, LoraConfig,
         ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Targets, TrainedWeight,
-        sync_gradients,
+        load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,

@@ -482,3 +482,48 @@ fn wrong_usage_ends_with_code_2() {
         );
     }
 }
+
+#[test]
+fn a_run_that_was_cut_goes_on_from_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |steps: &str, out: &str, more: &[&str]| {
+        let flags = ["--steps", steps, "--out", out, "--length", "32"];
+        let output = finetune(folder.path(), &[&flags, more].concat());
+        let errors = text(&output.stderr);
+        assert!(output.status.success(), "{more:?}: {errors}");
+        std::fs::read(folder.path().join(out).join("adapter_model.safetensors")).unwrap()
+    };
+    let unbroken = run("4", "whole", &[]);
+    run("2", "half", &["--checkpoint", "saved"]);
+    let resumed = run("4", "resumed", &["--resume", "saved"]);
+    assert!(resumed == unbroken);
+    // The checkpoint of an earlier step is replaced by that of a later one, and goes on in its place.
+    let again = [
+        "--resume",
+        "saved",
+        "--checkpoint",
+        "saved",
+        "--save-every",
+        "1",
+    ];
+    assert!(run("4", "again", &again) == unbroken);
+    let other = ["--resume", "saved", "--ep", "1", "--etp", "4"];
+    assert!(run("5", "moved", &other) != unbroken);
+
+    for (flags, part) in [
+        (
+            &["--resume", "saved", "--steps", "4"][..],
+            "has done 4 steps and --steps is 4 (raise --steps)",
+        ),
+        (&["--resume", "nowhere"], "manifest.json"),
+        (
+            &["--resume", "saved", "--steps", "6", "--optimizer", "sgd"],
+            "has the state of adamw, not of sgd (resume with adamw",
+        ),
+    ] {
+        let message = refusal(folder.path(), flags);
+        assert!(message.contains(part), "{flags:?}: {message}");
+    }
+    let both = finetune(folder.path(), &["--resume", "saved", "--rank", "4"]);
+    assert_eq!(both.status.code(), Some(2));
+}

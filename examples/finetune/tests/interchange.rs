@@ -25,12 +25,13 @@ type B = TrainBackend;
 const TOPOLOGIES: [(usize, usize); 6] = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)];
 
 /// Recorded models whose attention is run here, with their adapters.
-const RUN: [&str; 5] = [
+const RUN: [&str; 6] = [
     "hf/qwen3_moe",
     "hf/qwen2_moe",
     "hf/olmoe",
     "hf/mixtral",
     "hf_older/qwen3_moe",
+    "hf_older/olmoe_dora",
 ];
 
 struct Recorded {
