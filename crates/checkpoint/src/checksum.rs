@@ -3,11 +3,14 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use std::ops::Range;
 
-/// Bytes under one checksum: 256 KiB.
+/// Bytes under one checksum: 16 KiB.
 ///
-/// Small enough that a run of some KiB does not cost much more than itself, large enough that the
-/// checksums of 30 GB are 1 MB of manifest.
-pub const BLOCK_BYTES: usize = 256 << 10;
+/// As long as a run of a factor that another topology cuts out, so that little more is read than
+/// that; the checksums of 2 GiB are 1.2 MB of manifest.
+pub const BLOCK_BYTES: usize = 16 << 10;
+
+/// Bytes that are read or written at once and checked while they are in the cache; whole blocks.
+pub(crate) const PIECE_BYTES: usize = 16 * BLOCK_BYTES;
 
 /// CRC-32 of each [`BLOCK_BYTES`] of a shard, the last block as long as it is.
 ///

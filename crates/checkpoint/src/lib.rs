@@ -53,7 +53,7 @@
 //! ```
 //!
 //! The manifest says which box of its tensor each shard is, and carries the CRC-32 of each
-//! [256 KiB](BLOCK_BYTES) of it and of its own text:
+//! [16 KiB](BLOCK_BYTES) of it and of its own text:
 //!
 //! ```text
 //! {

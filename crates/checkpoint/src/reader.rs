@@ -1,6 +1,6 @@
 //! Reading parts of one stored shard, every block verified before its bytes are used.
 
-use crate::checksum::block_range;
+use crate::checksum::{PIECE_BYTES, block_range};
 use crate::{BLOCK_BYTES, CheckpointError};
 use std::fs::File;
 use std::io;
@@ -43,19 +43,36 @@ impl ShardReader<'_> {
     ) -> Result<(), CheckpointError> {
         while !to.is_empty() {
             let block = begin / BLOCK_BYTES;
+            let whole = self.whole_blocks(begin, to.len());
+            if whole > 0 {
+                let (head, rest) = to.split_at_mut(whole);
+                self.read(block, head)?;
+                begin += whole;
+                to = rest;
+                continue;
+            }
             let range = block_range(block, self.range.len());
             let len = to.len().min(range.end - begin);
             let (head, rest) = to.split_at_mut(len);
-            if len == range.len() {
-                self.read(block, head)?;
-            } else {
-                let start = begin - range.start;
-                head.copy_from_slice(&self.buffered(block)?[start..start + len]);
-            }
+            let start = begin - range.start;
+            head.copy_from_slice(&self.buffered(block)?[start..start + len]);
             begin += len;
             to = rest;
         }
         Ok(())
+    }
+
+    /// How many of `len` bytes from `begin` on are blocks from their first byte to their last, at
+    /// most a piece.
+    fn whole_blocks(&self, begin: usize, len: usize) -> usize {
+        if !begin.is_multiple_of(BLOCK_BYTES) {
+            return 0;
+        }
+        let len = len.min(PIECE_BYTES);
+        match begin + len == self.range.len() {
+            true => len,
+            false => len / BLOCK_BYTES * BLOCK_BYTES,
+        }
     }
 
     fn buffered(&mut self, block: usize) -> Result<&[u8], CheckpointError> {
@@ -70,25 +87,27 @@ impl ShardReader<'_> {
         Ok(&self.buffer.bytes)
     }
 
-    /// Reads a whole block and verifies it.
-    fn read(&self, block: usize, to: &mut [u8]) -> Result<(), CheckpointError> {
-        let Range { start: begin, end } = block_range(block, self.range.len());
-        let position = (self.range.start + begin) as u64;
+    /// Reads whole blocks from `first` on and verifies each.
+    fn read(&self, first: usize, to: &mut [u8]) -> Result<(), CheckpointError> {
+        let position = (self.range.start + first * BLOCK_BYTES) as u64;
         read_at(self.file, position, to).map_err(|source| CheckpointError::Read {
             path: self.path.to_owned(),
             key: self.key.to_owned(),
             source,
         })?;
-        let (found, expected) = (crc32fast::hash(to), self.checksums[block]);
-        if found != expected {
-            return Err(CheckpointError::Checksum {
-                path: self.path.to_owned(),
-                key: self.key.to_owned(),
-                begin,
-                end,
-                found,
-                expected,
-            });
+        for (block, bytes) in (first..).zip(to.chunks(BLOCK_BYTES)) {
+            let (found, expected) = (crc32fast::hash(bytes), self.checksums[block]);
+            if found != expected {
+                let Range { start: begin, end } = block_range(block, self.range.len());
+                return Err(CheckpointError::Checksum {
+                    path: self.path.to_owned(),
+                    key: self.key.to_owned(),
+                    begin,
+                    end,
+                    found,
+                    expected,
+                });
+            }
         }
         Ok(())
     }

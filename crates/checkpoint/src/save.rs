@@ -1,5 +1,6 @@
 //! Writing a checkpoint from many ranks, so that it counts only once it is whole.
 
+use crate::checksum::PIECE_BYTES;
 use crate::storage::{Disk, NewFile, Storage, TEMPORARY};
 use crate::{
     AdapterEntry, BLOCK_BYTES, BlockChecksums, CheckpointError, GroupSizes, Manifest, Place,
@@ -131,10 +132,12 @@ impl Save {
             let tensor = tensors
                 .get_mut(&*shard.key)
                 .expect("each shard has a layout");
-            for block in data.chunks(BLOCK_BYTES) {
-                tensor.crc32.push(block);
+            for piece in data.chunks(PIECE_BYTES) {
+                for block in piece.chunks(BLOCK_BYTES) {
+                    tensor.crc32.push(block);
+                }
                 if let (0, Some(file)) = (shard.replica, &mut file) {
-                    file.append(block)?;
+                    file.append(piece)?;
                 }
             }
         }

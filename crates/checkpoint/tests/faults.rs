@@ -162,7 +162,7 @@ fn damage_in_a_block_is_met_by_the_ranks_that_need_it() {
     let message = checkpoint.full("w").unwrap_err();
     assert_names(
         message,
-        &["tensor \"w\" is damaged in bytes 524288..786432 of its shard"],
+        &["tensor \"w\" is damaged in bytes 32768..49152 of its shard"],
     );
 }
 
@@ -431,7 +431,7 @@ fn a_manifest_larger_than_its_files() {
         &[
             "manifest.json",
             "down_proj.lora_A",
-            "checksums, expected 33554432",
+            "checksums, expected 536870912",
         ],
     );
 }
