@@ -26,7 +26,7 @@ use moe_lora_checkpoint::{
 const EXPERTS: usize = 128;
 const HIDDEN: usize = 2048;
 const INTERMEDIATE: usize = 768;
-const RANK: usize = 4;
+const RANK: usize = 16;
 const MIB: usize = 1 << 20;
 /// Bytes that all tensors are slices of; more than fits into the caches of a core.
 const NOISE: usize = 64 * MIB;
