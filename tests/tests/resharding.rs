@@ -312,7 +312,7 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
     let rank = load(LoraConfig::new(2, 4.0), &all).unwrap_err();
     assert!(rank.contains("rank: 4"), "{rank}");
     assert_eq!(
-        stored_adapters(&checkpoint)["mlp.experts.down_proj"].alpha,
+        stored_adapters(&checkpoint).unwrap()["mlp.experts.down_proj"].alpha,
         8.0
     );
 }

@@ -26,13 +26,22 @@ use moe_lora_parallel::{Mesh, ParallelBackend};
 use crate::{LoraConfig, ResumableOptimizer, ResumeError, TrainedWeight, Weight};
 use content::{Contents, Values};
 use factor::Factor;
-use settings::{check_settings, config_of, entry_of};
+use settings::{check_entry, check_settings, config_of, entry_of};
 
 /// Settings that rebuild the adapters of a checkpoint, by linear.
-pub fn stored_adapters(checkpoint: &Checkpoint) -> BTreeMap<String, LoraConfig> {
+///
+/// # Errors
+///
+/// When a rank is not that of the stored factors, or an alpha is no finite number.
+pub fn stored_adapters(
+    checkpoint: &Checkpoint,
+) -> Result<BTreeMap<String, LoraConfig>, ResumeError> {
     let entries = checkpoint.manifest().adapters.iter();
     entries
-        .map(|(linear, entry)| (linear.clone(), config_of(entry)))
+        .map(|(linear, entry)| {
+            check_entry(checkpoint, linear, entry)?;
+            Ok((linear.clone(), config_of(entry)))
+        })
         .collect()
 }
 

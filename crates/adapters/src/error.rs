@@ -97,6 +97,18 @@ pub enum ResumeError {
         /// Its type.
         dtype: DType,
     },
+    /// Settings that are not those of the stored factors.
+    #[error(
+        "{linear}: the checkpoint says {stored} of an adapter whose A and B have ranks {ranks:?} (save it again)"
+    )]
+    StoredSettings {
+        /// The linear.
+        linear: String,
+        /// The settings.
+        stored: String,
+        /// Ranks of `A` and `B`, where there are such factors.
+        ranks: [Option<usize>; 2],
+    },
     /// An adapter of another rank, scale, function or sharing.
     #[error(
         "{linear}: the checkpoint has {stored}, the module {expected} (build the adapter from the checkpoint's settings)"

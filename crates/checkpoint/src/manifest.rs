@@ -10,6 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "moe-lora-checkpoint";
+/// Shards of a tensor: ranks of one replica. That no two overlap is checked pair by pair.
+const MAX_SHARDS: usize = 4096;
 
 /// The contents of `manifest.json`. Fields that are not listed here are refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -166,6 +168,11 @@ impl TensorEntry {
     fn check(&self) -> Result<(), CheckpointError> {
         self.layout.check()?;
         let key = &self.layout.key;
+        let shards = self.shards.len();
+        if shards > MAX_SHARDS {
+            let expected = format!("at most {MAX_SHARDS}");
+            return Err(fault(key, "shards", &shards.to_string(), &expected));
+        }
         let mut files = BTreeSet::new();
         for (entry, shard) in self.shards.iter().zip(self.sharded()) {
             if !is_plain_name(&entry.file) {

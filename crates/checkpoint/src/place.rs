@@ -4,6 +4,9 @@ use crate::CheckpointError;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
+/// Ranks of a world; far above any real one, so that a wrong size does not ask for as many files.
+const MAX_WORLD: usize = 1 << 16;
+
 /// Sizes of the groups of a world: dense layers are cut over `tp` ranks, experts over `ep` and `etp`.
 ///
 /// Ranks count up along tensor parallelism first, then expert parallelism, then replicas.
@@ -70,6 +73,9 @@ impl GroupSizes {
             if size == 0 {
                 return fault(name, size, "at least 1".to_owned());
             }
+        }
+        if world > MAX_WORLD {
+            return fault("world_size", world, format!("at most {MAX_WORLD}"));
         }
         let experts = ep.checked_mul(etp);
         let fits = experts.is_some_and(|experts| world.is_multiple_of(experts));

@@ -129,7 +129,7 @@ pub enum Command {
         model: Option<PathBuf>,
 
         /// Largest difference that counts as none
-        #[arg(long, value_name = "X", default_value_t = 0.0)]
+        #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
         tolerance: f64,
     },
 }
@@ -160,6 +160,16 @@ impl From<Layout> for PeftLayout {
             Layout::PerExpert => Self::PerExpert,
             Layout::SharedOuter => Self::SharedOuter,
         }
+    }
+}
+
+fn tolerance(text: &str) -> Result<f64, String> {
+    let value: f64 = text
+        .parse()
+        .map_err(|error| format!("{error} (give a number)"))?;
+    match value >= 0.0 {
+        true => Ok(value),
+        false => Err(format!("{value} is no tolerance (use 0 or more)")),
     }
 }
 

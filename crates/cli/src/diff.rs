@@ -11,7 +11,7 @@ use moe_lora_interchange::{FactorPair, PeftAdapter};
 use serde::Serialize;
 
 use crate::output::Output;
-use crate::source::{Source, base_config, read_adapter};
+use crate::source::{Source, base_config, expect_adapter, read_adapter};
 
 /// How two adapters differ.
 #[derive(Default, Serialize)]
@@ -76,6 +76,9 @@ pub fn run(
     output: &Output,
 ) -> Result<bool> {
     let sources = (Source::find(left)?, Source::find(right)?);
+    for (path, source) in [(left, &sources.0), (right, &sources.1)] {
+        expect_adapter(path, source)?;
+    }
     let difference = match &sources {
         (Source::Checkpoint(left), Source::Checkpoint(right)) => {
             let [left, right] = [Checkpoint::open(left)?, Checkpoint::open(right)?];

@@ -8,7 +8,7 @@ use moe_lora_interchange::PeftAdapter;
 use serde::Serialize;
 
 use crate::output::Output;
-use crate::source::base_config;
+use crate::source::{base_config, expect_no_checkpoint};
 
 #[derive(Serialize)]
 struct Imported {
@@ -36,6 +36,7 @@ pub fn run(
     fuse: bool,
     output: &Output,
 ) -> Result<()> {
+    expect_no_checkpoint(out)?;
     let config = base_config(folder, model)?;
     let mut adapter = PeftAdapter::read(folder, &config)?;
     if fuse {

@@ -85,6 +85,8 @@ impl fmt::Display for Inspection {
             let TensorLine {
                 name, dtype, shape, ..
             } = tensor;
+            // A name may hold anything, line ends and escapes of a terminal included.
+            let name = name.escape_debug().to_string();
             write!(f, "\n{name:width$}  {dtype:<5} {shape:?}")?;
             for shard in &tensor.shards {
                 write!(f, "\n    {shard}")?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use moe_lora_interchange::{InterchangeError, ModelWriter};
 use serde::Serialize;
 
@@ -26,6 +26,16 @@ impl fmt::Display for Merged {
             f,
             "merged {layers} layers, files of weights: {files}: {out}"
         )
+    }
+}
+
+/// An error with the layer that it is about.
+#[derive(Debug)]
+struct MergeError(anyhow::Error);
+
+impl From<InterchangeError> for MergeError {
+    fn from(error: InterchangeError) -> Self {
+        Self(error.into())
     }
 }
 
@@ -54,15 +64,17 @@ pub fn run(
         outside.unwrap_or(&0)
     );
     let progress = output.progress("merging", hub.config().num_hidden_layers);
-    writer.write(|layer| -> Result<_, InterchangeError> {
+    let written = writer.write(|layer| -> Result<_, MergeError> {
         progress.done(layer);
         let Some(adapter_of_layer) = adapter.layers.get(&layer) else {
             return Ok(BTreeMap::new());
         };
         let experts = hub.expert_weights(layer)?;
-        let merged = experts.merge(adapter_of_layer, adapter.rslora)?;
-        merged.into_hub(layer, &hub)
-    })?;
+        let merged = experts.merge(adapter_of_layer, adapter.rslora);
+        let merged = merged.map_err(|error| MergeError(anyhow!("layer {layer}: {error}")))?;
+        Ok(merged.into_hub(layer, &hub)?)
+    });
+    written.map_err(|error| error.0)?;
     drop(progress);
     output.result(&Merged {
         out: out.to_owned(),

@@ -6,6 +6,15 @@ use std::io::{IsTerminal, Write, stderr, stdout};
 use crate::progress::Progress;
 use serde::Serialize;
 
+/// What the remedies of the libraries call a thing, and the flag for it.
+const FLAGS: [(&str, &str); 5] = [
+    ("PeftLayout::Stacked", "--layout stacked"),
+    ("PeftLayout::PerExpert", "--layout per-expert"),
+    ("PeftLayout::SharedOuter", "--layout shared-outer"),
+    ("fuse_gate_up", "--fuse"),
+    ("fuse gate and up", "--fuse"),
+];
+
 /// Results on standard output, as text or as one JSON object; the rest on standard error.
 pub struct Output {
     json: bool,
@@ -36,6 +45,9 @@ impl Output {
             if !text.contains(&cause) {
                 text += &format!(": {cause}");
             }
+        }
+        for (name, flag) in FLAGS {
+            text = text.replace(name, flag);
         }
         let _ = match self.json {
             true => writeln!(stderr(), "{}", serde_json::json!({ "error": text })),

@@ -3,12 +3,12 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
-use moe_lora_checkpoint::{GroupSizes, reshard};
+use anyhow::{Result, ensure};
+use moe_lora_checkpoint::{Axis, GroupSizes, reshard};
 use serde::Serialize;
 
 use crate::output::Output;
-use crate::source::open_checkpoint;
+use crate::source::{expect_no_checkpoint, open_checkpoint};
 
 #[derive(Serialize)]
 struct Resharded {
@@ -44,6 +44,19 @@ impl fmt::Display for Resharded {
 /// A damaged checkpoint, or sizes that do not divide its tensors.
 pub fn run(folder: &Path, out: &Path, [ep, etp, tp]: [usize; 3], output: &Output) -> Result<()> {
     let checkpoint = open_checkpoint(folder)?;
+    // In its own place it is replaced once the new one is whole.
+    let own = folder.canonicalize()?;
+    if out.canonicalize().ok() != Some(own) {
+        expect_no_checkpoint(out)?;
+    }
+    let axes = checkpoint.manifest().tensors.iter();
+    let dense = axes
+        .flat_map(|entry| &entry.layout.axes)
+        .any(|axis| *axis == Some(Axis::Tp));
+    ensure!(
+        dense || tp == 1,
+        "--tp {tp}, and the checkpoint has no adapter on a dense linear or shared expert (leave it out)"
+    );
     let entries = checkpoint.manifest().tensors.iter();
     let bytes = entries.map(|entry| entry.byte_len()).sum();
     // Each group fits once into the fewest ranks that both decompositions divide.

@@ -78,22 +78,52 @@ pub fn base_config(adapter: &Path, model: Option<&Path>) -> Result<ModelConfig> 
     }
 }
 
-/// The adapter of a checkpoint or a PEFT folder, for a model of `config`.
+/// Refuses a folder that holds a checkpoint, which would be replaced.
+///
+/// # Errors
+/// It does.
+pub fn expect_no_checkpoint(folder: &Path) -> Result<()> {
+    match Manifest::path(folder).exists() {
+        false => Ok(()),
+        true => bail!(
+            "'{}' holds a checkpoint already (choose another folder, or remove it)",
+            folder.display()
+        ),
+    }
+}
+
+/// Refuses what is no adapter.
+///
+/// # Errors
+/// A model or a file lies there.
+pub fn expect_adapter(path: &Path, source: &Source) -> Result<()> {
+    match source {
+        Source::Checkpoint(_) | Source::Peft(_) => Ok(()),
+        Source::Model(_) | Source::File(_) => bail!(
+            "'{}' is no adapter (give a folder with a manifest.json or an {ADAPTER_CONFIG})",
+            path.display()
+        ),
+    }
+}
+
+/// The adapter of a checkpoint or a PEFT folder, for a model of `config`; factors that the experts share are expanded.
 ///
 /// # Errors
 /// Something else lies there, or it does not fit the model.
 pub fn read_adapter(path: &Path, config: &ModelConfig) -> Result<PeftAdapter> {
-    match Source::find(path)? {
+    let source = Source::find(path)?;
+    expect_adapter(path, &source)?;
+    match source {
         Source::Checkpoint(folder) => {
             let checkpoint = Checkpoint::open(&folder)?;
             let adapter = PeftAdapter::from_checkpoint(&checkpoint)?;
             Ok(adapter.expand(config.num_experts)?)
         }
-        Source::Peft(folder) => Ok(PeftAdapter::read(&folder, config)?),
-        Source::Model(_) | Source::File(_) => bail!(
-            "'{}' is no adapter (give a folder with a manifest.json or an {ADAPTER_CONFIG})",
-            path.display()
-        ),
+        Source::Peft(folder) => {
+            let adapter = PeftAdapter::read(&folder, config)?;
+            Ok(adapter.expand(config.num_experts)?)
+        }
+        Source::Model(_) | Source::File(_) => unreachable!("refused above"),
     }
 }
 

@@ -121,7 +121,8 @@ fn adapters_come_back_to_the_bit_from_every_topology() {
     ] {
         let case = Case::imported(name);
         for [ep, etp] in topologies {
-            let (imported, moved) = (case.at("imported"), case.at("moved"));
+            let moved = format!("moved-{ep}-{etp}");
+            let (imported, moved) = (case.at("imported"), case.at(&moved));
             let (imported, moved) = (text(&imported), text(&moved));
             ends(0, &["reshard", imported, moved, "--ep", ep, "--etp", etp]);
             let checkpoint = Checkpoint::open(Path::new(moved)).unwrap();
@@ -301,7 +302,7 @@ fn what_is_wrong_is_said_with_a_way_out() {
         ([&export[..], &[nowhere]].concat(), "config.json"),
         (
             [&export[..], &[model, "--layout", "shared-outer"]].concat(),
-            "PeftLayout::PerExpert",
+            "--layout per-expert",
         ),
         (vec!["import", model, nowhere], "adapter_config.json"),
         (vec!["import", adapter, nowhere], "give it with --model"),

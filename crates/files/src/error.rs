@@ -1,6 +1,7 @@
 //! What can be wrong with a file, or with a tensor read from or written to one.
 
 use safetensors::Dtype;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// A fault of a file or of a tensor.
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum FileError {
     /// The operating system refused a file operation.
-    #[error("cannot {action} {path}: {source} (check that it exists and is accessible)")]
+    #[error("cannot {action} {path}: {source} ({})", remedy(source))]
     Io {
         /// What was attempted, as a verb.
         action: &'static str,
@@ -195,6 +196,21 @@ impl FileError {
             name: name.to_owned(),
             near: nearest_name(name, names),
         }
+    }
+}
+
+fn remedy(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        ErrorKind::NotFound => "check the path",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space and try again",
+        ErrorKind::ReadOnlyFilesystem | ErrorKind::PermissionDenied => {
+            "choose another place, or change its permissions"
+        }
+        // Too many open files, which has no kind of its own.
+        _ if matches!(source.raw_os_error(), Some(23 | 24)) => {
+            "raise the limit of open files, as with ulimit -n"
+        }
+        _ => "check that it exists and is accessible",
     }
 }
 

@@ -161,6 +161,16 @@ pub enum InterchangeError {
         /// The family of the model.
         model_type: &'static str,
     },
+    /// A merged weight that is an infinity or no number.
+    #[error(
+        "row {row} of expert {expert} holds no finite numbers once merged (look for such values, or a huge alpha, in the adapter)"
+    )]
+    NonFinite {
+        /// The expert.
+        expert: usize,
+        /// The row of its weight.
+        row: usize,
+    },
     /// Separate gate and up factors, which a stacked file cannot hold.
     #[error(
         "layer {layer} has separate gate and up factors, which the stacked layout cannot hold (write it with PeftLayout::PerExpert, or fuse them with fuse_gate_up)"

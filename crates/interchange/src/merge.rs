@@ -11,7 +11,8 @@ impl ExpertWeights {
     ///
     /// # Errors
     ///
-    /// When the adapter's shapes are not those of the experts.
+    /// When the adapter's shapes are not those of the experts, and when a merged weight is no finite
+    /// number although the weight was one.
     pub fn merge(self, adapter: &ExpertAdapter, rslora: bool) -> Result<Self, InterchangeError> {
         let [experts, intermediate, hidden] = axes(&self.gate);
         let fit = |pair: &FactorPair, rows: usize, columns: usize| {
@@ -64,7 +65,8 @@ fn add(
     let (rank, scale) = (pair.rank(), pair.scale(rslora) as f32);
     let shape = weight.shape().to_vec();
     let mut data = weight.into_data();
-    let row = |(index, row): (usize, &mut [f32])| {
+    let row = |(index, row): (usize, &mut [f32])| -> Result<(), InterchangeError> {
+        let was_finite = row.iter().all(|value| value.is_finite());
         let (expert, local) = (index / rows, index % rows);
         let a = pair.a.outer(expert);
         let b = &pair.b.outer(expert)[local * rank..][..rank];
@@ -85,9 +87,13 @@ fn add(
             let factor = (f64::from(magnitude.outer(expert)[local]) / norm) as f32;
             row.iter_mut().for_each(|value| *value *= factor);
         }
+        match was_finite && row.iter().any(|value| !value.is_finite()) {
+            true => Err(InterchangeError::NonFinite { expert, row: local }),
+            false => Ok(()),
+        }
     };
     if columns > 0 && rank > 0 {
-        data.par_chunks_mut(columns).enumerate().for_each(row);
+        data.par_chunks_mut(columns).enumerate().try_for_each(row)?;
     }
     Ok(HostTensor::new(shape, data)?)
 }

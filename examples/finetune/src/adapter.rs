@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn_moe_lora::adapters::{Lora, LoraConfig, Placement, Targets};
+use burn_moe_lora::adapters::{Activation, Lora, LoraConfig, Placement, Targets, stored_adapters};
+use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::{GateUpTargets, MoeLayer};
 use burn_moe_lora::interchange::{
     ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter, PeftLayout,
@@ -33,6 +34,23 @@ pub enum AdapterPlan {
 }
 
 impl AdapterPlan {
+    /// The adapters of a checkpoint.
+    ///
+    /// # Errors
+    /// Settings that are not those of the stored factors, or a function between the factors, which the PEFT files that
+    /// the job writes cannot hold.
+    pub fn stored(checkpoint: &Checkpoint) -> Result<Self> {
+        let adapters = stored_adapters(checkpoint)?;
+        for (linear, config) in &adapters {
+            ensure!(
+                config.activation == Activation::Identity,
+                "{linear} has {:?} between A and B, which PEFT files cannot hold (resume a checkpoint without it)",
+                config.activation
+            );
+        }
+        Ok(Self::Stored(adapters))
+    }
+
     /// Rank and alpha of the adapters, each combination once.
     pub fn ranks(&self) -> Vec<(usize, f64)> {
         let mut ranks = Vec::new();
@@ -89,8 +107,12 @@ impl AdapterPlan {
                 let known: Vec<_> = [GateUpTargets::Fused, GateUpTargets::Separate]
                     .map(|kind| blocks.targets(kind))
                     .concat();
-                // An adapter of a linear that is not there is refused with the nearest name.
-                Targets::new(adapters.keys()).select(&known)?;
+                if let Some(other) = adapters.keys().find(|path| !known.contains(path)) {
+                    bail!(
+                        "the checkpoint has an adapter on {other}, which this model has not (give the model it was \
+                         trained on)"
+                    );
+                }
                 for layer in &mut blocks.layers {
                     let own = [GateUpTargets::Fused, GateUpTargets::Separate]
                         .map(|kind| layer.experts.targets(kind))

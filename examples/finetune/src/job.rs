@@ -11,8 +11,8 @@ use burn::backend::{Autodiff, Flex};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::Device;
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, stored_adapters};
-use burn_moe_lora::checkpoint::Checkpoint;
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer};
+use burn_moe_lora::checkpoint::{Checkpoint, Manifest};
 use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::{
     HubModel, InterchangeError, MAX_SHARD_BYTES, ModelWriter, PeftAdapter,
@@ -74,6 +74,7 @@ impl Job {
             args.length
         );
         let text = TextDataset::open(&args.text, config.vocab_size, args.length, args.seed)?;
+        check_kind(&args)?;
         let resumed = args.resume.as_deref().map(Checkpoint::open).transpose()?;
         if let Some(checkpoint) = &resumed {
             let step = checkpoint.manifest().step;
@@ -84,7 +85,7 @@ impl Job {
             );
         }
         let plan = match (&resumed, &args.adapter) {
-            (Some(checkpoint), _) => AdapterPlan::Stored(stored_adapters(checkpoint)),
+            (Some(checkpoint), _) => AdapterPlan::stored(checkpoint)?,
             (None, Some(folder)) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
             (None, None) => AdapterPlan::New {
                 config: LoraConfig::new(args.rank, args.alpha).with_seed(args.seed),
@@ -194,9 +195,8 @@ impl Job {
             if let Some(progress) = &mut progress {
                 progress.step(loss, batch.rows() * batch.length());
             }
-            if let Some(folder) = &self.args.checkpoint
-                && self.saves_after(step + 1)
-            {
+            let between = step + 1 < steps && self.saves_after(step + 1);
+            if let (Some(folder), true) = (&self.args.checkpoint, between) {
                 trainer.save(folder, step + 1)?;
             }
         }
@@ -209,6 +209,9 @@ impl Job {
             "the loss after training is {eval_after}, so no adapter is written (lower --lr or --alpha)"
         );
         self.write_adapter(&adapted)?;
+        if let Some(folder) = &self.args.checkpoint {
+            trainer.save(folder, steps)?;
+        }
         let mut merged = adapted.clone();
         merged.blocks.merge(&merged.mesh)?;
         let merge = check_merged(&adapted, &merged, &held_out, &device)?;
@@ -226,8 +229,8 @@ impl Job {
     }
 
     fn saves_after(&self, steps: usize) -> bool {
-        let every = self.args.save_every.unwrap_or(self.args.steps);
-        steps == self.args.steps || steps.is_multiple_of(every)
+        let every = self.args.save_every;
+        every.is_some_and(|every| steps.is_multiple_of(every))
     }
 
     fn banner(&self, trained: usize) -> Banner {
@@ -255,6 +258,17 @@ impl Job {
     fn prepare_output(&self) -> Result<()> {
         let adapter = ["adapter_model.safetensors", "adapter_config.json"];
         prepare(&self.args.out, adapter, "--out")?;
+        if let Some(folder) = &self.args.checkpoint {
+            prepare(folder, ["manifest.json"; 2], "--checkpoint")?;
+            let resumed = self.args.resume.as_deref();
+            ensure!(
+                !Manifest::path(folder).exists()
+                    || resumed.is_some_and(|own| same_folder(own, folder)),
+                "folder '{}' holds a checkpoint already (give another one with --checkpoint, or go on from it with \
+                 --resume)",
+                folder.display()
+            );
+        }
         match &self.args.merged {
             Some(folder) => {
                 prepare(folder, ["model.safetensors", "config.json"], "--merged")?;
@@ -289,6 +303,27 @@ impl Job {
         }
         Ok(())
     }
+}
+
+/// Tells a checkpoint from PEFT files before one is read as the other.
+fn check_kind(args: &Args) -> Result<()> {
+    let is_checkpoint = |folder: &Path| Manifest::path(folder).is_file();
+    let is_peft = |folder: &Path| folder.join("adapter_config.json").is_file();
+    if let Some(folder) = args.resume.as_deref() {
+        ensure!(
+            is_checkpoint(folder) || !is_peft(folder),
+            "folder '{}' holds PEFT files and no checkpoint (start from them with --adapter)",
+            folder.display()
+        );
+    }
+    if let Some(folder) = args.adapter.as_deref() {
+        ensure!(
+            is_peft(folder) || !is_checkpoint(folder),
+            "folder '{}' holds a checkpoint and no PEFT files (go on from it with --resume)",
+            folder.display()
+        );
+    }
+    Ok(())
 }
 
 /// Creates the folder if it is missing, and checks that files of these names can be written to it.

@@ -8,7 +8,7 @@ use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, load_adapters, stored_adapters};
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, load_adapters};
 use burn_moe_lora::checkpoint::{Checkpoint, Strictness};
 use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::HubModel;
@@ -67,7 +67,7 @@ impl Run {
             let (plan, from) = match &checkpoint {
                 None => (new_adapters(), 0),
                 Some(checkpoint) => (
-                    AdapterPlan::Stored(stored_adapters(checkpoint)),
+                    AdapterPlan::stored(checkpoint).unwrap(),
                     checkpoint.manifest().step as usize,
                 ),
             };
@@ -162,7 +162,7 @@ fn moments_that_are_not_restored_show_in_the_losses() {
     let losses = MockWorld::new(4).run(|rank| {
         let device = Default::default();
         let mesh = Mesh::<B>::new(topology, &rank).unwrap();
-        let plan = AdapterPlan::Stored(stored_adapters(&checkpoint));
+        let plan = AdapterPlan::stored(&checkpoint).unwrap();
         let mut model = RankModel::load(&run.hub, Some(&plan), mesh, &device).unwrap();
         let (blocks, report) = load_adapters(
             &checkpoint,
@@ -202,7 +202,7 @@ fn state_of_another_optimizer_is_refused_on_every_rank() {
     let messages = MockWorld::new(2).run(|rank| {
         let device = Default::default();
         let mesh = Mesh::<B>::new(topology, &rank).unwrap();
-        let plan = AdapterPlan::Stored(stored_adapters(&checkpoint));
+        let plan = AdapterPlan::stored(&checkpoint).unwrap();
         let model = RankModel::load(&run.hub, Some(&plan), mesh, &device).unwrap();
         let mut trainer = Trainer::new(model, AdamConfig::new().init(), 5e-3, device);
         trainer.resume(&checkpoint).unwrap_err().to_string()

@@ -5,6 +5,32 @@ use moe_lora_checkpoint::{AdapterActivation, AdapterEntry, Checkpoint};
 
 use crate::{Activation, LoraConfig, ResumeError, Sharing, TrainedWeight};
 
+/// The settings are those of the stored factors: an adapter is built from them before a factor is
+/// read.
+pub(super) fn check_entry(
+    checkpoint: &Checkpoint,
+    linear: &str,
+    entry: &AdapterEntry,
+) -> Result<(), ResumeError> {
+    // The rank is the second axis from the end of A, and the last one of B.
+    let rank = |factor: &str, from_end: usize| {
+        let stored = checkpoint
+            .manifest()
+            .tensor(&format!("{linear}.{factor}"))?;
+        let shape = &stored.layout.shape;
+        shape.get(shape.len().checked_sub(from_end)?).copied()
+    };
+    let ranks = [rank("lora_A", 2), rank("lora_B", 1)];
+    if ranks != [Some(entry.rank); 2] || !entry.alpha.is_finite() {
+        return Err(ResumeError::StoredSettings {
+            linear: linear.to_owned(),
+            stored: format!("{entry:?}"),
+            ranks,
+        });
+    }
+    Ok(())
+}
+
 /// Factors of another scale or function would load and compute something else.
 pub(super) fn check_settings<B: Backend>(
     checkpoint: &Checkpoint,

@@ -7,10 +7,27 @@
 use super::slot::Slot;
 use crate::ModelConfig;
 use moe_lora_files::{FileError, JsonFile};
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+
+/// Patterns of one setting, a program each.
+const MAX_PATTERNS: usize = 1024;
+/// Bytes of the program of a pattern; real ones, such as an alternative of 100 layers, take a tenth.
+const MAX_PROGRAM: usize = 256 << 10;
+
+/// The expression that matches whole names, or what would be accepted in its place.
+pub(crate) fn anchored(pattern: &str) -> Result<Regex, &'static str> {
+    let expression = RegexBuilder::new(&format!("^(?:{pattern})$"))
+        .size_limit(MAX_PROGRAM)
+        .dfa_size_limit(MAX_PROGRAM)
+        .build();
+    expression.map_err(|error| match error {
+        regex::Error::CompiledTooBig(_) => "shorter regular expressions",
+        _ => "regular expressions without look-around and back-references",
+    })
+}
 
 /// The values of one setting.
 #[derive(Debug)]
@@ -32,12 +49,14 @@ impl<T: Copy + PartialEq + DeserializeOwned> Patterns<T> {
         let value = file.require(common)?;
         check(common, value)?;
         let patterns: Map<String, Value> = file.get(field)?.unwrap_or_default();
+        if patterns.len() > MAX_PATTERNS {
+            let expected = format!("at most {MAX_PATTERNS} patterns");
+            return Err(file.invalid(field, format!("{} patterns", patterns.len()), expected));
+        }
         let mut others = Vec::with_capacity(patterns.len());
         for (key, value) in patterns {
-            let expression = Regex::new(&format!(r"^(?:.*\.)?(?:{key})$")).map_err(|_| {
-                let supported = "regular expressions without look-around and back-references";
-                file.unsupported(field, format!("{key:?}"), supported)
-            })?;
+            let expression = anchored(&format!(r"(?:.*\.)?(?:{key})"))
+                .map_err(|supported| file.unsupported(field, format!("{key:?}"), supported))?;
             let entry = format!("{field}[{key:?}]");
             let value = serde_json::from_value(value.clone())
                 .map_err(|source| file.invalid(&entry, value, source))?;

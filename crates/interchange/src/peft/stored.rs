@@ -72,7 +72,7 @@ impl PeftAdapter {
     }
 
     /// Writes the adapter to `folder` as a checkpoint of one rank, without optimizer state and at
-    /// step 0. Factors that the experts share are written for each of them.
+    /// step 0. A factor that the experts share has no axis of experts there.
     ///
     /// # Errors
     ///
@@ -82,11 +82,11 @@ impl PeftAdapter {
         folder: &Path,
         config: &ModelConfig,
     ) -> Result<Manifest, InterchangeError> {
-        let expanded = self.expand(config.num_experts)?;
         let mut adapters = BTreeMap::new();
         let mut layouts = Vec::new();
         let mut values = BTreeMap::new();
-        for (layer, adapter) in &expanded.layers {
+        for (layer, adapter) in &self.layers {
+            config.expect_moe(*layer)?;
             let pairs = match &adapter.gate_up {
                 None => vec![],
                 Some(GateUp::Fused(pair)) => vec![("gate_up_proj", pair)],
@@ -95,7 +95,8 @@ impl PeftAdapter {
             let down = adapter.down.iter().map(|pair| ("down_proj", pair));
             for (projection, pair) in pairs.into_iter().chain(down) {
                 let linear = format!("model.layers.{layer}.mlp.experts.{projection}");
-                for (layout, tensor) in tensors(&linear, projection, pair) {
+                pair.expand(config.num_experts)?;
+                for (layout, tensor) in tensors(&linear, projection, pair, config.num_experts) {
                     values.insert(layout.key.clone(), tensor);
                     layouts.push(layout);
                 }
@@ -127,29 +128,46 @@ fn tensors<'a>(
     linear: &str,
     projection: &str,
     pair: &'a FactorPair,
+    experts: usize,
 ) -> Vec<(TensorLayout, &'a HostTensor)> {
-    let layout = |name: &str, tensor: &HostTensor| {
-        let key = format!("{linear}.{name}");
-        TensorLayout::new(key, Dtype::F32, tensor.shape()).with_axis(0, Axis::Ep)
-    };
     // A base that is cut on its columns has A cut there too; every other factor is cut on its rows.
     let row_parallel = projection == "down_proj";
     let fragments = if projection == "gate_up_proj" { 2 } else { 1 };
-    let a = layout("lora_A", &pair.a);
-    let a = a.with_axis(if row_parallel { 2 } else { 1 }, Axis::ExpertTp);
-    let b = layout("lora_B", &pair.b).with_axis(1, Axis::ExpertTp);
-    let mut tensors = vec![(a, &pair.a), (b.with_fragments(1, fragments), &pair.b)];
-    if let Some(magnitude) = &pair.magnitude {
-        let layout = layout("lora_magnitude_vector", magnitude);
-        let layout = match row_parallel {
-            true => layout,
-            false => layout
-                .with_axis(1, Axis::ExpertTp)
-                .with_fragments(1, fragments),
-        };
-        tensors.push((layout, magnitude));
-    }
-    tensors
+    let (a_axis, magnitude_group) = match row_parallel {
+        true => (2, None),
+        false => (1, Some(Axis::ExpertTp)),
+    };
+    let parts = [
+        ("lora_A", Some(&pair.a), a_axis, Some(Axis::ExpertTp), 1),
+        ("lora_B", Some(&pair.b), 1, Some(Axis::ExpertTp), fragments),
+        (
+            "lora_magnitude_vector",
+            pair.magnitude.as_ref(),
+            1,
+            magnitude_group,
+            if row_parallel { 1 } else { fragments },
+        ),
+    ];
+    let present = parts
+        .into_iter()
+        .filter_map(|(name, tensor, axis, group, parts)| {
+            let tensor = tensor?;
+            let key = format!("{linear}.{name}");
+            let shared = experts > 1 && tensor.shape()[0] == 1;
+            let (shape, axis) = match shared {
+                true => (&tensor.shape()[1..], axis - 1),
+                false => (tensor.shape(), axis),
+            };
+            let mut layout = TensorLayout::new(key, Dtype::F32, shape).with_fragments(axis, parts);
+            if !shared {
+                layout = layout.with_axis(0, Axis::Ep);
+            }
+            if let Some(group) = group {
+                layout = layout.with_axis(axis, group);
+            }
+            Some((layout, tensor))
+        });
+    present.collect()
 }
 
 fn read_pair(
