@@ -6,10 +6,13 @@ use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    Init, LoraConfig, ResumeError, Sharing, Weight, load_adapters, load_checkpoint,
+    Activation, Init, LoraConfig, ResumeError, Sharing, Weight, load_adapters, load_checkpoint,
     save_checkpoint, stored_adapters, sync_gradients,
 };
-use moe_lora_checkpoint::{Checkpoint, CheckpointError, LoadReport, Strictness};
+use moe_lora_checkpoint::{
+    AdapterActivation, AdapterEntry, Checkpoint, CheckpointError, Dtype, GroupSizes, LoadReport,
+    Save, Strictness, TensorLayout,
+};
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
 use moe_lora_testkit::{Ad, mock, noise, ranks};
@@ -306,13 +309,75 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
         outcome.map(|_| ()).map_err(|error| error.to_string())
     };
     let all = ["gate_up_proj", "down_proj"];
-    assert_eq!(load(case.config(), &all), Ok(()));
-    let scale = load(LoraConfig::new(4, 16.0), &all).unwrap_err();
-    assert!(scale.contains("alpha: 16.0"), "{scale}");
-    let rank = load(LoraConfig::new(2, 4.0), &all).unwrap_err();
-    assert!(rank.contains("rank: 4"), "{rank}");
-    assert_eq!(
-        stored_adapters(&checkpoint).unwrap()["mlp.experts.down_proj"].alpha,
-        8.0
-    );
+    let same = case.config();
+    assert_eq!(load(same, &all), Ok(()));
+    for (config, part) in [
+        (LoraConfig::new(4, 16.0), "alpha: 16.0"),
+        (LoraConfig::new(2, 4.0), "rank: 2"),
+        (same.with_rslora(true), "rslora: true"),
+        (same.with_activation(Activation::Silu), "Silu"),
+        (same.with_sharing(Sharing::Shared), "shared: true"),
+    ] {
+        let message = load(config, &all).unwrap_err();
+        assert!(message.contains(part), "{message}");
+    }
+    let one = load(same, &["gate_up_proj"]);
+    assert_eq!(one, Ok(()), "others are left out when that is allowed");
+}
+
+#[test]
+fn stored_settings_build_the_adapters_again() {
+    let configs = [
+        LoraConfig::new(4, 8.0).with_rslora(true),
+        LoraConfig::new(2, 3.0).with_activation(Activation::Silu),
+        LoraConfig::new(8, 3.0).with_activation(Activation::Gelu),
+        LoraConfig::new(4, 1.5).with_activation(Activation::Relu),
+        LoraConfig::new(4, 8.0).with_sharing(Sharing::Shared),
+    ];
+    let mesh = Mesh::<Ad>::solo();
+    for config in configs {
+        let folder = tempfile::tempdir().unwrap();
+        let mut layer = CASES[0].layer(1, &mesh);
+        layer.merge(&mesh).unwrap();
+        let paths = layer.targets(GateUpTargets::Fused);
+        layer.adapt(&paths, &config, &Default::default()).unwrap();
+        let adam: Adam = AdamWConfig::new().init();
+        save_checkpoint(folder.path(), 0, &layer.trained_weights(), &adam, &mesh).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let stored = stored_adapters(&checkpoint).unwrap();
+        assert_eq!(stored.len(), paths.len());
+        assert!(
+            stored.values().all(|stored| *stored == config),
+            "{stored:?}"
+        );
+    }
+}
+
+#[test]
+fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_built() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = |name: &str, shape: [usize; 2]| TensorLayout::new(name, Dtype::U8, shape);
+    let layouts = [layout("x.lora_A", [2, 3]), layout("x.lora_B", [5, 2])];
+    for (rank, alpha) in [
+        (1_000_000_000, 1.0),
+        (usize::MAX, 1.0),
+        (2, f64::MAX),
+        (2, 1.0),
+    ] {
+        let place = GroupSizes::new(1, 1).place(0).unwrap();
+        let save = Save::begin(folder.path(), place, 0).unwrap();
+        save.write(&layouts, |shard| Ok(vec![0; shard.byte_len()].into()))
+            .unwrap();
+        let entry = AdapterEntry {
+            rank,
+            alpha,
+            rslora: false,
+            activation: AdapterActivation::Identity,
+            shared: true,
+        };
+        save.commit([("x".to_owned(), entry)].into()).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let stored = stored_adapters(&checkpoint);
+        assert_eq!(stored.is_ok(), rank == 2, "{rank}");
+    }
 }

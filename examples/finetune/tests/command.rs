@@ -311,7 +311,7 @@ fn files_that_are_not_there_or_cannot_be_written_are_refused() {
         (
             ["--model", "missing"],
             "cannot open missing/config.json: ",
-            "(check that it exists and is accessible)",
+            "(check the path)",
         ),
         (
             ["--text", "missing"],
@@ -326,7 +326,7 @@ fn files_that_are_not_there_or_cannot_be_written_are_refused() {
         (
             ["--adapter", "missing"],
             "cannot open missing/adapter_config.json: ",
-            "accessible)",
+            "(check the path)",
         ),
         (
             ["--out", "empty"],
@@ -522,6 +522,20 @@ fn a_run_that_was_cut_goes_on_from_its_checkpoint() {
         ),
     ] {
         let message = refusal(folder.path(), flags);
+        assert!(message.contains(part), "{flags:?}: {message}");
+    }
+    // What is not this run's checkpoint is neither read nor replaced, which is found out before the training.
+    std::fs::write(folder.path().join("file"), "").unwrap();
+    for (flags, part) in [
+        (["--checkpoint", "saved"], "holds a checkpoint already"),
+        (
+            ["--checkpoint", "file"],
+            "(give another one with --checkpoint)",
+        ),
+        (["--adapter", "saved"], "(go on from it with --resume)"),
+        (["--resume", "whole"], "(start from them with --adapter)"),
+    ] {
+        let message = refusal(folder.path(), &flags);
         assert!(message.contains(part), "{flags:?}: {message}");
     }
     let both = finetune(folder.path(), &["--resume", "saved", "--rank", "4"]);

@@ -141,6 +141,12 @@ fn adamw_resumes_to_the_bit_and_at_every_other_topology_to_rounding() {
 }
 
 #[test]
+fn adamw_with_amsgrad_resumes_to_the_bit() {
+    let adamw = || AdamWConfig::new().with_amsgrad(true).init();
+    resumed_run_has_the_bits_of_an_unbroken_one(adamw, &[]);
+}
+
+#[test]
 fn sgd_with_momentum_resumes_to_the_bit() {
     let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
     resumed_run_has_the_bits_of_an_unbroken_one(|| sgd().init(), &[(2, 1, 2)]);
