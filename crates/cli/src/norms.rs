@@ -80,4 +80,17 @@ mod tests {
             assert!((found - f64::from(square.sqrt())).abs() < 1e-5, "{found}");
         }
     }
+
+    #[test]
+    fn a_norm_of_no_number_is_none() {
+        let tensor = |shape: [usize; 3], value: f32| {
+            HostTensor::new(shape, vec![value; shape.iter().product()]).unwrap()
+        };
+        let (a, b) = (tensor([1, 1, 2], f32::NAN), tensor([1, 2, 1], 1.0));
+        let pair = FactorPair::new(a, b, 1.0).unwrap();
+        assert!(of_experts(&pair, 1.0)[0].is_nan());
+        let (a, b) = (tensor([1, 1, 2], 0.0), tensor([1, 2, 1], 1.0));
+        let pair = FactorPair::new(a, b, 1.0).unwrap();
+        assert_eq!(of_experts(&pair, -1.0), [0.0]);
+    }
 }
