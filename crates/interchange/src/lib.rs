@@ -23,6 +23,10 @@
 //! | model | `config.json` and `model.safetensors`, or the shards that `model.safetensors.index.json` names; written by a [`ModelWriter`] |
 //! | adapter | `adapter_config.json` and `adapter_model.safetensors`, in any [`PeftLayout`] |
 //!
+//! An adapter also comes from and goes to the sharded checkpoints of training
+//! ([`PeftAdapter::from_checkpoint`], [`PeftAdapter::write_checkpoint`]), and merges into the experts
+//! of its model ([`ExpertWeights::merge`]) with the bits of a merge in training.
+//!
 //! # Model families
 //!
 //! | `model_type` | experts on disk | router | beside the routed experts |
