@@ -255,6 +255,14 @@ pub enum CheckpointError {
         /// Its alpha.
         alpha: f64,
     },
+    /// A checkpoint whose number of saves cannot be counted up.
+    #[error("{path}: generation={generation} is the last there is (save into an empty folder)")]
+    LastGeneration {
+        /// The manifest.
+        path: PathBuf,
+        /// Its generation.
+        generation: u64,
+    },
     /// A rank whose part of a save is not there.
     #[error("the part of {place} is missing: no {path} (every rank writes before one commits)")]
     MissingPart {

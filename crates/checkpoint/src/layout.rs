@@ -203,19 +203,25 @@ mod tests {
 
     #[test]
     fn each_box_has_one_replica_of_each_number() {
-        let sizes = GroupSizes::new(2, 2).with_world(8).with_tp(4);
-        for layout in layouts() {
-            let mut boxes = BTreeMap::<_, Vec<usize>>::new();
-            for place in sizes.places().unwrap() {
-                let shard = layout.shard(&place).unwrap();
-                shard.check().unwrap();
-                let copies = boxes.entry((shard.offset, shard.local_shape)).or_default();
-                copies.push(shard.replica);
-            }
-            let copies = 8 / boxes.len();
-            for replicas in boxes.values_mut() {
-                replicas.sort();
-                assert_eq!(*replicas, Vec::from_iter(0..copies), "{layout:?}");
+        for (ep, etp) in [(2, 2), (2, 4), (4, 1)] {
+            let sizes = GroupSizes::new(ep, etp).with_world(16).with_tp(4);
+            for layout in layouts() {
+                let mut boxes = BTreeMap::<_, Vec<usize>>::new();
+                for place in sizes.places().unwrap() {
+                    let shard = layout.shard(&place).unwrap();
+                    shard.check().unwrap();
+                    let copies = boxes.entry((shard.offset, shard.local_shape)).or_default();
+                    copies.push(shard.replica);
+                }
+                let copies = 16 / boxes.len();
+                for replicas in boxes.values_mut() {
+                    replicas.sort();
+                    assert_eq!(
+                        *replicas,
+                        Vec::from_iter(0..copies),
+                        "{layout:?} at {sizes:?}"
+                    );
+                }
             }
         }
     }

@@ -177,6 +177,22 @@ mod tests {
     }
 
     #[test]
+    fn a_world_larger_than_any_real_one_is_refused() {
+        let largest = GroupSizes::new(1 << 15, 2);
+        largest.check().unwrap();
+        let error = largest.with_world(1 << 17).check().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "world_size=131072, expected at most 65536 (choose other group sizes)"
+        );
+        let error = GroupSizes::new(1, usize::MAX).places().err().unwrap();
+        assert!(
+            error.to_string().contains("expected at most 65536"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn every_rank_has_a_name_of_its_own() {
         let sizes = GroupSizes::new(2, 2).with_world(8).with_tp(4);
         let mut names: Vec<_> = sizes.places().unwrap().map(|p| p.to_string()).collect();

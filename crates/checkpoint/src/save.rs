@@ -39,7 +39,8 @@ impl Save {
     ///
     /// # Errors
     ///
-    /// When the folder cannot be written to, or its present manifest is damaged.
+    /// When the folder cannot be written to, its present manifest is damaged, or its generation is
+    /// the last that there is.
     pub fn begin(folder: &Path, place: Place, step: u64) -> Result<Self, CheckpointError> {
         Self::begin_on(Box::new(Disk), folder, place, step)
     }
@@ -59,11 +60,17 @@ impl Save {
         } else {
             0
         };
+        // The same number again would replace files that the present manifest names.
+        let next = present.checked_add(1);
+        let generation = next.ok_or(CheckpointError::LastGeneration {
+            path: manifest,
+            generation: present,
+        })?;
         let save = Self {
             folder: folder.to_owned(),
             place,
             step,
-            generation: present.saturating_add(1),
+            generation,
             storage,
         };
         // That of a killed save must not pass for this one's.

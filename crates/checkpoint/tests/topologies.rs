@@ -147,6 +147,55 @@ fn a_load_reports_what_it_did() {
 }
 
 #[test]
+fn rows_of_other_fragments_count_as_resharded() {
+    let folder = TempDir::new().unwrap();
+    let sizes = GroupSizes::new(1, 2);
+    let layout = layouts().remove(1);
+    save(folder.path(), sizes, std::slice::from_ref(&layout), 1);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let resharded = |layout: &TensorLayout| {
+        let wanted = layout.shard(&sizes.place(0).unwrap()).unwrap();
+        let (_, report) = checkpoint.load(&[wanted], Strictness::Exact).unwrap();
+        report.resharded
+    };
+    assert!(resharded(&layout).is_empty());
+    // As many rows, of which the gate's second half comes from the other rank.
+    assert_eq!(resharded(&layout.with_fragments(1, 1)), [GATE_UP_B]);
+}
+
+#[test]
+fn another_dtype_of_the_same_shape_is_a_mismatch() {
+    let folder = TempDir::new().unwrap();
+    let layout = TensorLayout::new("w", Dtype::F32, [2, 3]);
+    save(folder.path(), GroupSizes::new(1, 1), &[layout], 1);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let other = ShardedTensor::whole("w", Dtype::I32, [2, 3]);
+    let error = checkpoint.load(&[other], Strictness::Partial).unwrap_err();
+    let CheckpointError::Refused { report } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        report.to_string(),
+        "applied 0\nmismatched 1: \"w\" has F32 [2, 3], expected I32 [2, 3]"
+    );
+}
+
+#[test]
+fn a_tensor_wanted_twice_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let layout = TensorLayout::new("w", Dtype::F32, [2]);
+    let wanted = layout.whole();
+    save(folder.path(), GroupSizes::new(1, 1), &[layout], 1);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let error = checkpoint.load(&[wanted.clone(), wanted], Strictness::Partial);
+    let error = error.unwrap_err();
+    assert!(
+        matches!(&error, CheckpointError::DuplicateKey { key } if key == "w"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_tensor_of_many_blocks_is_read_in_parts() {
     // Rows of 24 KiB, so that blocks and rows meet nowhere but at the ends.
     let layout = TensorLayout::new("w", Dtype::F32, [32, 6 << 10])

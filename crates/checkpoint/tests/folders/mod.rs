@@ -2,11 +2,17 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Axis, Checkpoint, Dtype, GroupSizes, Manifest, Save,
-    ShardedTensor, Strictness, TensorLayout,
+    AdapterActivation, AdapterEntry, Axis, Checkpoint, CheckpointError, Dtype, GroupSizes,
+    Manifest, Save, ShardedTensor, Strictness, TensorLayout,
 };
+use serde_json::Value;
 use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io::Write;
 use std::path::Path;
+use std::sync::LazyLock;
+use tempfile::TempDir;
 
 pub const GATE_UP_B: &str = "mlp.experts.gate_up_proj.lora_B";
 pub const TIME: &str = "mlp.experts.gate_up_proj.lora_B.adamw.time";
@@ -124,4 +130,75 @@ pub fn assert_loads(folder: &Path, sizes: GroupSizes, layouts: &[TensorLayout], 
         assert_eq!(tensor.shape, layout.shape);
         assert_eq!(tensor.bytes, full(layout, step), "{}", layout.key);
     }
+}
+
+/// A copy of one checkpoint, which is saved once: a save waits for the disk.
+pub fn saved() -> TempDir {
+    static SAVED: LazyLock<Vec<(OsString, Vec<u8>)>> = LazyLock::new(|| {
+        let folder = TempDir::new().unwrap();
+        save(folder.path(), GroupSizes::new(2, 2), &layouts(), 5);
+        let entries = fs::read_dir(folder.path()).unwrap().map(Result::unwrap);
+        let files = entries.map(|entry| (entry.file_name(), fs::read(entry.path()).unwrap()));
+        files.collect()
+    });
+    let folder = TempDir::new().unwrap();
+    for (name, bytes) in SAVED.iter() {
+        fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    folder
+}
+
+pub fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
+/// Puts as many bytes in their place. Cutting the file first would make some file systems wait for
+/// the disk.
+pub fn overwrite(path: &Path, bytes: &[u8]) {
+    let mut file = fs::File::options().write(true).open(path).unwrap();
+    file.write_all(bytes).unwrap();
+}
+
+/// Changes the contents of a manifest or part and signs them again.
+pub fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut document: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    change(&mut document["contents"]);
+    let contents = document["contents"].to_string();
+    document["crc32"] = format!("{:08x}", crc32fast::hash(contents.as_bytes())).into();
+    fs::write(path, document.to_string()).unwrap();
+}
+
+/// The error of opening a checkpoint whose manifest was changed and signed again.
+pub fn edited(change: impl FnOnce(&mut Value)) -> String {
+    let folder = saved();
+    edit(&Manifest::path(folder.path()), change);
+    open_error(folder.path()).to_string()
+}
+
+pub fn open_error(folder: &Path) -> CheckpointError {
+    Checkpoint::open(folder).unwrap_err()
+}
+
+#[track_caller]
+pub fn assert_names(error: impl ToString, parts: &[&str]) {
+    let message = error.to_string();
+    for part in parts {
+        assert!(message.contains(part), "no {part:?} in: {message}");
+    }
+}
+
+pub fn entry<'a>(contents: &'a mut Value, key: &str) -> &'a mut Value {
+    let tensors = contents["tensors"].as_array_mut().unwrap();
+    tensors
+        .iter_mut()
+        .find(|entry| entry["layout"]["key"] == key)
+        .unwrap()
+}
+
+pub fn bytes_of(shard: &ShardedTensor, step: u64) -> Vec<u8> {
+    let layouts = layouts();
+    let layout = layouts.iter().find(|layout| layout.key == shard.key);
+    cut(shard, &full(layout.unwrap(), step))
 }
