@@ -270,6 +270,31 @@ fn shards_read_and_copy_like_one_file() {
 }
 
 #[test]
+fn a_single_file_goes_before_an_index_beside_it() {
+    let whole = open(STACKED[0]);
+    let folder = sharded();
+    let from = folders::at(STACKED[0]).join("model.safetensors");
+    fs::copy(from, folder.path().join("model.safetensors")).unwrap();
+    // The index is sound by itself, with one tensor that the single file does not have.
+    let shard = folder.path().join("model-00001-of-00002.safetensors");
+    let zero = 0f32.to_le_bytes();
+    let view = TensorView::new(Dtype::F32, vec![1], &zero).unwrap();
+    serialize_to_file([("of_the_index", view)], None, &shard).unwrap();
+    let map = json!({"of_the_index": "model-00001-of-00002.safetensors"});
+    let index = folder.path().join("model.safetensors.index.json");
+    set(&index, "weight_map", Some(map));
+
+    let model = HubModel::open(folder.path()).unwrap();
+    assert!(model.names().eq(whole.names()));
+    let weights = model.expert_weights(0).unwrap();
+    assert_eq!(weights, whole.expert_weights(0).unwrap());
+
+    fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    let model = HubModel::open(folder.path()).unwrap();
+    assert!(model.names().eq(["of_the_index"]));
+}
+
+#[test]
 fn a_shard_name_cannot_leave_the_folder() {
     for name in [
         "../model.safetensors",

@@ -63,6 +63,21 @@ fn every_field_that_has_no_default_is_asked_for_by_name() {
 }
 
 #[test]
+fn two_numbers_of_experts_that_differ_are_refused() {
+    for (first, second) in [(8, 4), (8, 16)] {
+        let folder = copy(STACKED[0]);
+        let file = folder.path().join("config.json");
+        set(&file, "num_experts", Some(json!(first)));
+        set(&file, "num_local_experts", Some(json!(second)));
+        let expected = format!("num_experts={first}, expected num_local_experts={second} (");
+        assert_contains(&open_error(&folder), &["config.json", &expected]);
+        set(&file, "num_local_experts", Some(json!(first)));
+        let model = HubModel::open(folder.path()).unwrap();
+        assert_eq!(model.config().num_experts, first);
+    }
+}
+
+#[test]
 fn values_that_make_no_sense() {
     for (fixture, field, value, parts) in [
         (

@@ -224,6 +224,19 @@ fn a_tensor_larger_than_a_shard_has_one_of_its_own() {
     assert!(tensors(&HubModel::open(target.path()).unwrap()) == tensors(&model));
 }
 
+#[test]
+fn a_shard_that_is_exactly_full_is_not_split() {
+    let made = Family::mixtral(SIZES).write(Dtype::F32, 1);
+    let model = made.open();
+    let target = tempfile::tempdir().unwrap();
+    let bytes = |name| model.stored(name).unwrap().bytes().len();
+    let total: usize = model.names().map(bytes).sum();
+    for (max_bytes, count) in [(total, 1), (total - 1, 2)] {
+        let writer = ModelWriter::new(&model, target.path(), max_bytes).unwrap();
+        assert_eq!(writer.file_names().len(), count, "{max_bytes} of {total}");
+    }
+}
+
 /// Files that the source has besides its weights, and one more that is nobody's.
 fn with_companions(made: &Made) {
     for name in [

@@ -6,8 +6,11 @@ use folders::{
     CONSTITUTION, PER_EXPERT, SETTINGS, STACKED, adapter_error, assert_contains, copy,
     noise_adapter, noise_pair, open, read, set, settings,
 };
-use moe_lora_interchange::{FactorPair, GateUp, ModelConfig, PeftAdapter, PeftLayout};
+use moe_lora_interchange::{
+    FactorPair, FileError, GateUp, InterchangeError, ModelConfig, PeftAdapter, PeftLayout,
+};
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 fn round_trip(adapter: &PeftAdapter, config: &ModelConfig, layout: PeftLayout) -> Value {
@@ -144,6 +147,71 @@ fn patterns_must_fit_the_tensors() {
     set(&file, "rank_pattern", Some(json!({".*": 4})));
     set(&file, "r", Some(json!(64)));
     PeftAdapter::read(folder.path(), open(STACKED[0]).config()).unwrap();
+}
+
+/// Reads an adapter with these patterns.
+fn read_with(patterns: impl IntoIterator<Item = String>) -> Result<PeftAdapter, InterchangeError> {
+    let folder = copy(&format!("{}/adapter", STACKED[0]));
+    let patterns = patterns.into_iter().map(|key| (key, json!(2)));
+    let patterns = Value::Object(patterns.collect());
+    set(
+        &folder.path().join(SETTINGS),
+        "rank_pattern",
+        Some(patterns),
+    );
+    PeftAdapter::read(folder.path(), open(STACKED[0]).config())
+}
+
+#[test]
+fn more_patterns_than_any_model_needs_are_refused() {
+    // A layer that the model does not have each, as an adapter of another model may name.
+    let layers = |count: usize| {
+        let layers = 1000..1000 + count;
+        layers.map(|layer| format!("model.layers.{layer}.mlp.experts.down_proj"))
+    };
+    let plain = read(
+        &format!("{}/adapter", STACKED[0]),
+        open(STACKED[0]).config(),
+    );
+    assert_eq!(read_with(layers(100)).unwrap(), plain);
+
+    let error = read_with(layers(1025)).unwrap_err();
+    let invalid = |error| {
+        matches!(
+            error,
+            InterchangeError::File(FileError::InvalidField { .. })
+        )
+    };
+    let expected = "rank_pattern=1025 patterns, expected at most 1024 patterns";
+    assert_contains(&error.to_string(), &["adapter_config.json", expected]);
+    assert!(invalid(error));
+}
+
+/// `\w` is every letter of every script, and each of its 150 counts again: megabytes in a program, of
+/// which a file could ask for a thousand.
+#[test]
+fn a_pattern_of_a_vast_program_is_refused() {
+    let begun = Instant::now();
+    for vast in [r"\w{150}x", r"(\w{150}x){1000}"] {
+        let keys = (0..8).map(|number| format!("{vast}{number}"));
+        let error = read_with(keys).unwrap_err();
+        let quoted = format!("rank_pattern={:?} is not", format!("{vast}0"));
+        assert_contains(
+            &error.to_string(),
+            &[
+                "adapter_config.json",
+                &quoted,
+                "shorter regular expressions",
+            ],
+        );
+        let unsupported = matches!(
+            error,
+            InterchangeError::File(FileError::UnsupportedField { .. })
+        );
+        assert!(unsupported, "{error}");
+    }
+    // Milliseconds, as a program is given up once it is too large.
+    assert!(begun.elapsed() < Duration::from_secs(5));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use folders::{
     CONSTITUTION, EXPERTS, PER_EXPERT, SETTINGS, Tensors, adapter_error, assert_contains, bytes,
     deltas, edit, floats, noise, open, set, settings, tensors,
 };
+use moe_lora_checkpoint::{Axis, Checkpoint, Dtype, TensorLayout};
 use moe_lora_interchange::{
     ExpertAdapter, FactorPair, GateUp, ModelConfig, PeftAdapter, PeftLayout,
 };
@@ -193,6 +194,56 @@ fn shared_gate_and_up_fuse_exactly() {
     assert_eq!(fused.expand(config.num_experts).unwrap(), expanded.unwrap());
     let folder = write(&fused, &config);
     assert_eq!(PeftAdapter::read(folder.path(), &config).unwrap(), fused);
+}
+
+#[test]
+fn shared_factors_come_back_from_a_checkpoint_and_expand_to_those_of_each_expert() {
+    let config = config();
+    let (hidden, experts) = (config.hidden_size, config.num_experts);
+    for fused in [true, false] {
+        let shared = adapter(&config, fused);
+        let folder = TempDir::new().unwrap();
+        let manifest = shared.write_checkpoint(folder.path(), &config).unwrap();
+        // No axis of experts, so that every expert parallel rank holds the factor.
+        for (factor, shape) in [
+            (
+                format!("{}.lora_A", if fused { "gate_up_proj" } else { "up_proj" }),
+                [RANK, hidden],
+            ),
+            ("down_proj.lora_B".to_owned(), [hidden, RANK]),
+        ] {
+            let key = format!("model.layers.1.mlp.experts.{factor}");
+            let found = manifest.tensor(&key).unwrap().layout.clone();
+            let expected = TensorLayout::new(key, Dtype::F32, shape).with_axis(0, Axis::ExpertTp);
+            assert_eq!(found, expected);
+        }
+
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let back = PeftAdapter::from_checkpoint(&checkpoint).unwrap();
+        assert_eq!(back, shared);
+        for (name, pair) in back.layers.values().flat_map(|layer| layer.pairs()) {
+            let leading = [pair.a.shape()[0], pair.b.shape()[0]];
+            let expected = if name == "down" {
+                [experts, 1]
+            } else {
+                [1, experts]
+            };
+            assert_eq!(leading, expected, "{name}");
+        }
+        let each = back.expand(experts).unwrap();
+        let folder = TempDir::new().unwrap();
+        each.write_checkpoint(folder.path(), &config).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        assert_eq!(PeftAdapter::from_checkpoint(&checkpoint).unwrap(), each);
+        for (layer, own) in &shared.layers {
+            let pairs = own.pairs().zip(each.layers[layer].pairs());
+            for ((name, own), (_, of_each)) in pairs {
+                let sizes = [of_each.a.shape()[0], of_each.b.shape()[0]];
+                assert_eq!(sizes, [experts; 2]);
+                assert_eq!(deltas(&shared, own), deltas(&each, of_each), "{name}");
+            }
+        }
+    }
 }
 
 /// The error after one tensor of the first layer was replaced.

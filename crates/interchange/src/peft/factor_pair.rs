@@ -306,13 +306,18 @@ mod tests {
 
     #[test]
     fn stacked_rows_have_the_deltas_of_both_pairs() {
-        for rslora in [false, true] {
+        for (rslora, rank) in [(false, 2), (true, 2), (false, 3), (true, 3)] {
+            // Of equal scales.
+            let alpha = |rank: usize| {
+                let growth = rank as f64 / 2.0;
+                3.0 * if rslora { growth.sqrt() } else { growth }
+            };
             let gate = FactorPair::new(tensor([2, 2, 3], 1), tensor([2, 4, 2], 7), 3.0).unwrap();
-            let up = FactorPair::new(tensor([2, 2, 3], 31), tensor([2, 4, 2], 60), 3.0).unwrap();
+            let (a, b) = (tensor([2, rank, 3], 31), tensor([2, 4, rank], 60));
+            let up = FactorPair::new(a, b, alpha(rank)).unwrap();
             let both = FactorPair::stack_rows(&gate, &up, rslora).unwrap();
-            assert_eq!(both.rank(), 4);
-            let expected = if rslora { 3.0 * 2f64.sqrt() } else { 6.0 };
-            assert_eq!(both.alpha, expected);
+            assert_eq!(both.rank(), 2 + rank);
+            assert_eq!(both.alpha, alpha(2 + rank));
 
             let [gate, up] = [gate, up].map(|pair| deltas(&pair, rslora));
             let experts = gate.chunks(12).zip(up.chunks(12));
