@@ -175,14 +175,14 @@ fn more_patterns_than_any_model_needs_are_refused() {
     );
     assert_eq!(read_with(layers(100)).unwrap(), plain);
 
-    let error = read_with(layers(1025)).unwrap_err();
+    let error = read_with(layers(513)).unwrap_err();
     let invalid = |error| {
         matches!(
             error,
             InterchangeError::File(FileError::InvalidField { .. })
         )
     };
-    let expected = "rank_pattern=1025 patterns, expected at most 1024 patterns";
+    let expected = "rank_pattern=513 patterns, expected at most 512 patterns";
     assert_contains(&error.to_string(), &["adapter_config.json", expected]);
     assert!(invalid(error));
 }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 /// Patterns of one setting, a program each.
-const MAX_PATTERNS: usize = 1024;
+const MAX_PATTERNS: usize = 512;
 /// Bytes of the program of a pattern; real ones, such as an alternative of 100 layers, take a tenth.
 const MAX_PROGRAM: usize = 256 << 10;
 
