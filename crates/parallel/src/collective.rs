@@ -28,6 +28,19 @@ pub enum CollectiveOp {
     ExchangeSizes,
 }
 
+impl CollectiveOp {
+    /// Every operation.
+    pub const ALL: [CollectiveOp; 7] = [
+        CollectiveOp::AllReduce,
+        CollectiveOp::AllGather,
+        CollectiveOp::ReduceScatter,
+        CollectiveOp::AllToAll,
+        CollectiveOp::Broadcast,
+        CollectiveOp::Barrier,
+        CollectiveOp::ExchangeSizes,
+    ];
+}
+
 impl fmt::Display for CollectiveOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -44,10 +57,10 @@ impl fmt::Display for CollectiveOp {
 
 /// Communication between the ranks of one group, seen from one of them.
 ///
-/// Every member issues the same calls in the same order. Sums are the only reduction, taken in
-/// rank order. `sizes[k]` is always the extent that rank `k` of the group holds along `dim`;
-/// ranks may hold different extents, zero included. Nothing here is tracked by autograd: the
-/// region operations of [`crate::region`] pair each call with its backward.
+/// Every member issues the same calls in the same order. Sums are the only reduction, with the same
+/// bits on every rank; their order is the transport's. `sizes[k]` is always the extent that rank `k`
+/// of the group holds along `dim`; ranks may hold different extents, zero included. Nothing here is
+/// tracked by autograd: the region operations of [`crate::region`] pair each call with its backward.
 ///
 /// # Errors
 ///

@@ -127,6 +127,18 @@ pub enum CollectiveError {
         /// The sizes and the extent they should sum to.
         sizes: String,
     },
+    /// The transport below failed: a library call, a connection, a device.
+    #[error("{op} on group {group} at rank {rank}: {reason}")]
+    Transport {
+        /// What this rank called.
+        op: CollectiveOp,
+        /// The group.
+        group: GroupName,
+        /// This rank.
+        rank: usize,
+        /// What failed, and how.
+        reason: String,
+    },
 }
 
 thread_local! {

@@ -18,6 +18,7 @@ mod group;
 mod mesh;
 mod mock;
 pub mod region;
+mod signature;
 pub mod state;
 mod topology;
 
@@ -27,5 +28,6 @@ pub use group::{Dp, Ep, ExpertDp, ExpertTp, Group, GroupKind, GroupName, Tp};
 pub use mesh::{Mesh, Transport};
 pub use mock::*;
 pub use region::{ParallelBackend, TABLE, Transition, all_to_all};
+pub use signature::Signature;
 pub use state::{Fanout, Features, Partial, Replicated, Sharded, Tokens};
 pub use topology::{Coordinates, Topology, TopologyConfig, shard_extent};

@@ -7,6 +7,7 @@
 //!
 //! [`MockWorld`]: moe_lora_parallel::MockWorld
 
+mod conformance;
 mod factors;
 mod matrix;
 mod mlp;
@@ -15,6 +16,7 @@ mod ranks;
 mod shard;
 mod tolerance;
 
+pub use conformance::{Body, Host, conformance};
 pub use factors::{factors, gradient, synced_gradient};
 pub use matrix::{Matrix, Noise, central_differences, noise};
 pub use mlp::{MlpCase, MlpValues, scale};

@@ -9,9 +9,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Slice, TensorMetadata};
 
-use super::rendezvous::{Post, Rendezvous, Seat, Signature};
+use super::rendezvous::{Post, Rendezvous, Seat};
 use super::{Call, Log};
-use crate::{Collective, CollectiveError, CollectiveOp, GroupName, range_of};
+use crate::{Collective, CollectiveError, CollectiveOp, GroupName, Signature, range_of};
 
 /// One rank's end of a group.
 pub(super) struct MockGroup {
@@ -46,67 +46,16 @@ impl MockGroup {
             shape: signature.shape.clone(),
             dtype: signature.dtype,
         });
-        self.check(&signature)
+        signature
+            .check(self.seat.index, self.seat.members.len())
             .map_err(|sizes| self.board.refuse(&self.seat, signature.op, sizes))?;
         self.board.meet(&self.seat, Post { signature, payload })
     }
 
-    /// What this rank can find wrong with its own call.
-    fn check(&self, s: &Signature) -> Result<(), String> {
-        let (size, index) = (self.seat.members.len(), self.seat.index);
-        let split = |what: &str, sizes: &[usize], dim: usize, whole: bool| {
-            let Some(&extent) = s.shape.get(dim) else {
-                return Err(format!("dim={dim} of a tensor of shape {:?}", s.shape));
-            };
-            if sizes.len() != size {
-                return Err(format!("{what}={sizes:?} for {size} ranks"));
-            }
-            let (has, of) = if whole {
-                (sizes.iter().sum(), format!("sum of {what}={sizes:?}"))
-            } else {
-                (sizes[index], format!("{what}[{index}] of {what}={sizes:?}"))
-            };
-            if has != extent {
-                return Err(format!(
-                    "{of} is {has}, the extent of dim={dim} of {:?} is {extent}",
-                    s.shape
-                ));
-            }
-            Ok(())
-        };
-        match (s.op, s.dim, s.root) {
-            (CollectiveOp::AllGather, Some(dim), _) => split("sizes", &s.sizes, dim, false),
-            (CollectiveOp::ReduceScatter, Some(dim), _) => split("sizes", &s.sizes, dim, true),
-            (CollectiveOp::AllToAll, ..) => {
-                if s.recv.len() != size {
-                    return Err(format!("recv={:?} for {size} ranks", s.recv));
-                }
-                split("send", &s.send, 0, true)
-            }
-            (_, _, Some(root)) if root >= size => Err(format!("root={root} of {size} ranks")),
-            _ => Ok(()),
-        }
-    }
-
-    fn host(op: CollectiveOp, shape: Vec<usize>, sizes: Vec<usize>) -> Signature {
-        Signature {
-            op,
-            dtype: None,
-            shape,
-            dim: None,
-            root: None,
-            sizes,
-            send: Vec::new(),
-            recv: Vec::new(),
-            primitive: None,
-        }
-    }
-
     fn of<B: Backend>(op: CollectiveOp, x: &FloatTensor<B>) -> Signature {
         Signature {
-            dtype: Some(x.dtype()),
             primitive: Some(std::any::type_name::<FloatTensor<B>>()),
-            ..Self::host(op, x.shape().to_vec(), Vec::new())
+            ..Signature::tensor(op, x.dtype(), x.shape().to_vec())
         }
     }
 
@@ -144,11 +93,7 @@ impl<B: Backend> Collective<B> for MockGroup {
         dim: usize,
         sizes: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
-        let signature = Signature {
-            dim: Some(dim),
-            sizes: sizes.to_vec(),
-            ..Self::of::<B>(CollectiveOp::AllGather, &x)
-        };
+        let signature = Self::of::<B>(CollectiveOp::AllGather, &x).along(dim, sizes);
         let posts = self.meet::<B>(&x, signature)?;
         let parts = posts.iter().map(|post| payload::<B>(post, &x)).collect();
         Ok(concat::<B>(parts, dim))
@@ -160,11 +105,7 @@ impl<B: Backend> Collective<B> for MockGroup {
         dim: usize,
         sizes: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
-        let signature = Signature {
-            dim: Some(dim),
-            sizes: sizes.to_vec(),
-            ..Self::of::<B>(CollectiveOp::ReduceScatter, &x)
-        };
+        let signature = Self::of::<B>(CollectiveOp::ReduceScatter, &x).along(dim, sizes);
         let posts = self.meet::<B>(&x, signature)?;
         let mine = range_of(sizes, self.seat.index);
         let part = |post: &Arc<Post>| narrow::<B>(payload::<B>(post, &x), dim, mine.clone());
@@ -177,11 +118,7 @@ impl<B: Backend> Collective<B> for MockGroup {
         send: &[usize],
         recv: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
-        let signature = Signature {
-            send: send.to_vec(),
-            recv: recv.to_vec(),
-            ..Self::of::<B>(CollectiveOp::AllToAll, &x)
-        };
+        let signature = Self::of::<B>(CollectiveOp::AllToAll, &x).exchanging(send, recv);
         let posts = self.meet::<B>(&x, signature)?;
         let part = |post: &Arc<Post>| {
             let mine = range_of(&post.signature.send, self.seat.index);
@@ -191,22 +128,19 @@ impl<B: Backend> Collective<B> for MockGroup {
     }
 
     fn broadcast(&self, x: FloatTensor<B>, root: usize) -> Result<FloatTensor<B>, CollectiveError> {
-        let signature = Signature {
-            root: Some(root),
-            ..Self::of::<B>(CollectiveOp::Broadcast, &x)
-        };
+        let signature = Self::of::<B>(CollectiveOp::Broadcast, &x).from_root(root);
         let posts = self.meet::<B>(&x, signature)?;
         Ok(payload::<B>(&posts[root], &x))
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {
-        let signature = Self::host(CollectiveOp::Barrier, Vec::new(), Vec::new());
+        let signature = Signature::host(CollectiveOp::Barrier, Vec::new(), Vec::new());
         self.call(signature, None).map(drop)
     }
 
     fn exchange_sizes(&self, sizes: &[usize]) -> Result<Vec<Vec<usize>>, CollectiveError> {
         let op = CollectiveOp::ExchangeSizes;
-        let posts = self.call(Self::host(op, vec![sizes.len()], sizes.to_vec()), None)?;
+        let posts = self.call(Signature::host(op, vec![sizes.len()], sizes.to_vec()), None)?;
         let rows = posts.iter().map(|post| post.signature.sizes.clone());
         Ok(rows.collect())
     }

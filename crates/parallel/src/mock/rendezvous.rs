@@ -2,66 +2,10 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use burn::tensor::DType;
-
-use crate::{CollectiveError, CollectiveOp, GroupName};
-
-/// What a rank calls, as far as the other ranks have to agree with it.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Signature {
-    pub op: CollectiveOp,
-    pub dtype: Option<DType>,
-    pub shape: Vec<usize>,
-    pub dim: Option<usize>,
-    pub root: Option<usize>,
-    /// Extents along `dim`, or the host integers of `exchange_sizes`.
-    pub sizes: Vec<usize>,
-    pub send: Vec<usize>,
-    pub recv: Vec<usize>,
-    /// Type of the payload: ranks may run different backends.
-    pub primitive: Option<&'static str>,
-}
-
-impl Signature {
-    /// The part that is the same on every rank of a correct call.
-    fn common(&self) -> Self {
-        let mut common = self.clone();
-        match self.op {
-            CollectiveOp::AllGather => common.shape[self.dim.unwrap_or(0)] = 0,
-            CollectiveOp::AllToAll => {
-                common.shape[0] = 0;
-                common.send.clear();
-                common.recv.clear();
-            }
-            CollectiveOp::ExchangeSizes => common.sizes.clear(),
-            _ => {}
-        }
-        common
-    }
-}
-
-impl fmt::Display for Signature {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}", self.op, self.shape)?;
-        if let Some(dtype) = self.dtype {
-            write!(f, " {dtype:?}")?;
-        }
-        if let Some(dim) = self.dim {
-            write!(f, " dim={dim} sizes={:?}", self.sizes)?;
-        }
-        if let Some(root) = self.root {
-            write!(f, " root={root}")?;
-        }
-        if self.op == CollectiveOp::AllToAll {
-            write!(f, " send={:?} recv={:?}", self.send, self.recv)?;
-        }
-        Ok(())
-    }
-}
+use crate::{CollectiveError, CollectiveOp, GroupName, Signature};
 
 /// A rank's part of one round.
 pub(super) struct Post {
@@ -224,12 +168,16 @@ impl Rendezvous {
         state.waiting[seat.rank()] = None;
         drop(state);
         let posts = met?;
-        agree(&posts).map_err(|()| CollectiveError::Mismatch {
-            op,
-            group: seat.name,
-            rank: seat.rank(),
-            calls: list(seat, &posts),
-        })?;
+        // Compared by every rank on the same posts, so that all of them err or none.
+        let calls: Vec<_> = posts.iter().map(|post| &post.signature).collect();
+        if !Signature::agree(&calls) {
+            return Err(CollectiveError::Mismatch {
+                op,
+                group: seat.name,
+                rank: seat.rank(),
+                calls: Signature::list(&seat.members, &calls),
+            });
+        }
         Ok(posts)
     }
 
@@ -383,35 +331,4 @@ impl State {
             }
         })
     }
-}
-
-/// Compared by every rank on the same posts, so that all of them err or none.
-fn agree(posts: &[Arc<Post>]) -> Result<(), ()> {
-    let first = posts[0].signature.common();
-    let alike = posts.iter().all(|post| post.signature.common() == first);
-    let matrix = || {
-        posts.iter().enumerate().all(|(i, from)| {
-            let mut to = posts.iter().enumerate();
-            to.all(|(j, to)| from.signature.send[j] == to.signature.recv[i])
-        })
-    };
-    if alike && (first.op != CollectiveOp::AllToAll || matrix()) {
-        Ok(())
-    } else {
-        Err(())
-    }
-}
-
-fn list(seat: &Seat, posts: &[Arc<Post>]) -> String {
-    let mut primitives = posts.iter().filter_map(|post| post.signature.primitive);
-    let first = primitives.next();
-    let backends = primitives.any(|primitive| Some(primitive) != first);
-    let calls = seat.members.iter().zip(posts).map(|(rank, post)| {
-        let mut call = format!("rank {rank} {}", post.signature);
-        if let (true, Some(primitive)) = (backends, post.signature.primitive) {
-            call += &format!(" in {primitive}");
-        }
-        call
-    });
-    calls.collect::<Vec<_>>().join("; ")
 }

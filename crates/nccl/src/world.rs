@@ -1,0 +1,357 @@
+//! What the groups of one rank share: its GPU, its way to the other ranks, its calls under way, and
+//! the watchdog over them.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::CUstream;
+use moe_lora_parallel::{CollectiveError, CollectiveOp, GroupName};
+
+use crate::board::{Absence, Departure};
+use crate::communicator::Communicator;
+use crate::device::{Device, Event};
+use crate::host::Host;
+
+/// How often the watchdog looks.
+const POLL: Duration = Duration::from_millis(100);
+/// How long the watchdog lets a call return by itself before it aborts under it.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+pub(crate) struct World {
+    pub rank: usize,
+    pub size: usize,
+    pub timeout: Duration,
+    /// Whether ranks compare what they call before each call.
+    pub checks: bool,
+    pub host: Host,
+    pub device: Arc<Device>,
+    /// Held from the first to the last step of a call: the stream takes calls in program order.
+    order: Mutex<()>,
+    calls: Mutex<Calls>,
+    communicators: Mutex<Vec<Arc<Communicator>>>,
+    failure: Mutex<Option<Failure>>,
+    over: AtomicBool,
+}
+
+/// Calls that have not ended on the GPU, oldest first.
+struct Calls {
+    open: VecDeque<Call>,
+    /// Since when the first of them is the oldest.
+    since: Instant,
+}
+
+struct Call {
+    op: CollectiveOp,
+    group: GroupName,
+    /// None while the host is still inside NCCL.
+    done: Option<Event>,
+}
+
+/// Why no call of this rank can succeed any more.
+#[derive(Clone, Debug)]
+enum Failure {
+    Departed { rank: usize, reason: String },
+    Broken(String),
+}
+
+impl World {
+    pub fn new(
+        (rank, size): (usize, usize),
+        host: Host,
+        device: Device,
+        timeout: Duration,
+        checks: bool,
+    ) -> Self {
+        Self {
+            rank,
+            size,
+            timeout,
+            checks,
+            host,
+            device: Arc::new(device),
+            order: Mutex::default(),
+            calls: Mutex::new(Calls {
+                open: VecDeque::new(),
+                since: Instant::now(),
+            }),
+            communicators: Mutex::default(),
+            failure: Mutex::default(),
+            over: AtomicBool::new(false),
+        }
+    }
+
+    /// The error of a call, once something has failed.
+    pub fn check(&self, op: CollectiveOp, group: GroupName) -> Result<(), CollectiveError> {
+        let rank = self.rank;
+        match lock(&self.failure).clone() {
+            None => Ok(()),
+            Some(Failure::Departed {
+                rank: departed,
+                reason,
+            }) => Err(CollectiveError::Departed {
+                op,
+                group,
+                rank,
+                departed,
+                reason,
+            }),
+            Some(Failure::Broken(reason)) => Err(CollectiveError::Transport {
+                op,
+                group,
+                rank,
+                reason,
+            }),
+        }
+    }
+
+    /// Ends the world for this rank, and by the watchdog for the others; the first cause counts.
+    pub fn fail(&self, reason: String) {
+        self.fail_with(Failure::Broken(reason));
+    }
+
+    fn fail_with(&self, failure: Failure) {
+        lock(&self.failure).get_or_insert(failure);
+    }
+
+    /// The error of a meeting that did not take place, which is the end of the world.
+    pub fn absence(&self, op: CollectiveOp, group: GroupName, absence: Absence) -> CollectiveError {
+        let (rank, waited) = (self.rank, self.timeout);
+        match absence {
+            Absence::Missing(missing) => {
+                self.fail(format!(
+                    "gave up waiting for ranks {missing:?} after {waited:?}"
+                ));
+                CollectiveError::Timeout {
+                    op,
+                    group,
+                    rank,
+                    missing,
+                    waited,
+                }
+            }
+            Absence::Left {
+                rank: departed,
+                reason,
+            } => {
+                self.fail_with(Failure::Departed {
+                    rank: departed,
+                    reason: reason.clone(),
+                });
+                CollectiveError::Departed {
+                    op,
+                    group,
+                    rank,
+                    departed,
+                    reason,
+                }
+            }
+            Absence::Lost(reason) => {
+                let reason = format!("rank 0 is out of reach: {reason}");
+                self.fail(reason.clone());
+                CollectiveError::Transport {
+                    op,
+                    group,
+                    rank,
+                    reason,
+                }
+            }
+        }
+    }
+
+    /// Puts a communicator under the watchdog.
+    pub fn watch(&self, communicator: Arc<Communicator>) {
+        lock(&self.communicators).push(communicator);
+    }
+
+    /// Gives the stream the work of one call, in order with the work of CubeCL.
+    pub fn issue(
+        &self,
+        op: CollectiveOp,
+        group: GroupName,
+        work: impl FnOnce(CUstream) -> Result<(), String>,
+    ) -> Result<(), CollectiveError> {
+        let _order = lock(&self.order);
+        self.check(op, group)?;
+        {
+            let mut calls = lock(&self.calls);
+            calls.reap(&self.device).unwrap_or_else(|e| self.fail(e));
+            if calls.open.is_empty() {
+                calls.since = Instant::now();
+            }
+            let done = None;
+            calls.open.push_back(Call { op, group, done });
+        }
+        let issued = self
+            .device
+            .make_current()
+            .and_then(|()| self.device.in_order(work));
+        let mut calls = lock(&self.calls);
+        match issued {
+            Ok(event) => {
+                let call = calls.open.back_mut().expect("the call is the last one");
+                call.done = Some(event);
+            }
+            Err(reason) => {
+                calls.open.pop_back();
+                self.fail(reason);
+            }
+        }
+        drop(calls);
+        // Also what the watchdog found meanwhile: it may have ended this very call.
+        self.check(op, group)
+    }
+
+    /// One look of the watchdog: whether there is more to watch.
+    fn inspect(&self) -> bool {
+        if lock(&self.failure).is_none() {
+            self.look_for_failure();
+        }
+        let Some(failure) = lock(&self.failure).clone() else {
+            return true;
+        };
+        self.abort();
+        let reason = match failure {
+            Failure::Departed { rank, reason } => format!("stopped because rank {rank} {reason}"),
+            Failure::Broken(reason) => format!("failed: {reason}"),
+        };
+        self.leave(reason, false);
+        false
+    }
+
+    fn look_for_failure(&self) {
+        let failed = lock(&self.communicators).iter().find_map(|c| c.failure());
+        if let Some(reason) = failed {
+            return self.fail(reason);
+        }
+        match self.host.failed() {
+            Ok(None) => {}
+            Ok(Some(departure)) if departure.rank == self.rank => {}
+            Ok(Some(Departure { rank, reason, .. })) => {
+                return self.fail_with(Failure::Departed { rank, reason });
+            }
+            Err(Absence::Lost(reason)) => {
+                return self.fail(format!("rank 0 is out of reach: {reason}"));
+            }
+            Err(_) => {}
+        }
+        let mut calls = lock(&self.calls);
+        if let Err(reason) = calls.reap(&self.device) {
+            return self.fail(reason);
+        }
+        if let Some(Call { op, group, .. }) = calls.open.front()
+            && calls.since.elapsed() > self.timeout
+        {
+            self.fail(format!(
+                "{op} on group {group} did not end within {:?} (a rank has stopped, or has called something else)",
+                self.timeout
+            ));
+        }
+    }
+
+    /// Ends what is under way. A call that is stuck inside NCCL, in a connection to a lost rank,
+    /// holds the lock and returns because of the abort.
+    fn abort(&self) {
+        let start = Instant::now();
+        let mut order = self.order.try_lock();
+        while order.is_err() && start.elapsed() < PATIENCE {
+            thread::sleep(Duration::from_millis(1));
+            order = self.order.try_lock();
+        }
+        let _ = self.device.make_current();
+        lock(&self.communicators).iter().for_each(|c| c.abort());
+    }
+
+    fn leave(&self, reason: String, finished: bool) {
+        self.host.leave(Departure {
+            rank: self.rank,
+            reason,
+            finished,
+        });
+    }
+
+    /// Waits for the calls under way.
+    fn settle(&self) {
+        let start = Instant::now();
+        while start.elapsed() < self.timeout && lock(&self.failure).is_none() {
+            let mut calls = lock(&self.calls);
+            if calls.reap(&self.device).is_err() || calls.open.is_empty() {
+                return;
+            }
+            drop(calls);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Calls {
+    /// Forgets the calls that have ended.
+    fn reap(&mut self, device: &Device) -> Result<(), String> {
+        while let Some(event) = self.open.front().and_then(|call| call.done.as_ref()) {
+            if !device.is_done(event)? {
+                break;
+            }
+            let call = self.open.pop_front();
+            if let Some(event) = call.and_then(|call| call.done) {
+                device.recycle(event);
+            }
+            self.since = Instant::now();
+        }
+        Ok(())
+    }
+}
+
+/// The world's end: with the last of a rank's handles and groups.
+pub(crate) struct Owner {
+    pub world: Arc<World>,
+    watchdog: Option<JoinHandle<()>>,
+}
+
+impl Owner {
+    pub fn new(world: World) -> Self {
+        let world = Arc::new(world);
+        let watched = world.clone();
+        let watch = move || {
+            let _ = watched.device.make_current();
+            while !watched.over.load(Ordering::Acquire) && watched.inspect() {
+                thread::park_timeout(POLL);
+            }
+        };
+        let name = format!("nccl watch {}", world.rank);
+        let watchdog = thread::Builder::new().name(name).spawn(watch).ok();
+        Self { world, watchdog }
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let world = &self.world;
+        let panicking = thread::panicking();
+        if !panicking {
+            world.settle();
+        }
+        world.over.store(true, Ordering::Release);
+        if let Some(watchdog) = self.watchdog.take() {
+            watchdog.thread().unpark();
+            let _ = watchdog.join();
+        }
+        let failed = lock(&world.failure).is_some();
+        if panicking || failed {
+            world.abort();
+            let reason = if panicking { "panicked" } else { "failed" };
+            return world.leave(reason.into(), false);
+        }
+        let _ = world.device.make_current();
+        lock(&world.communicators).iter().for_each(|c| c.destroy());
+        world.leave("has finished".into(), true);
+        // The board of the other ranks must not go before they do.
+        world.host.outlive(world.size, world.timeout);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What is behind the locks is consistent between any two statements.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
