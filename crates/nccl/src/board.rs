@@ -129,6 +129,12 @@ impl Board {
             .wait_timeout_while(self.lock(), timeout, waiting);
     }
 
+    /// Whether no meeting is under way.
+    #[cfg(test)]
+    pub fn is_empty(&self) -> bool {
+        self.lock().rounds.is_empty()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Consistent between any two statements: a poisoned lock says nothing more.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -266,3 +266,71 @@ impl<'a> Reader<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_come_back_as_they_were() {
+        let place = Place {
+            name: GroupName::ExpertDp,
+            members: vec![3, 0, 70_000],
+            sequence: u64::MAX,
+        };
+        let departure = Departure {
+            rank: 2,
+            reason: "is gone (ünexpected)".into(),
+            finished: true,
+        };
+        for request in [
+            Request::Meet(place, vec![1, 2, 3]),
+            Request::Failed,
+            Request::Leave(departure.clone()),
+        ] {
+            assert_eq!(Request::decode(&request.encode()).unwrap(), request);
+        }
+        for reply in [
+            Reply::Met(vec![vec![], vec![7; 300]]),
+            Reply::Absent(Absence::Missing(vec![1, 2])),
+            Reply::Absent(Absence::Left {
+                rank: 1,
+                reason: "has finished".into(),
+            }),
+            Reply::Absent(Absence::Lost(String::new())),
+            Reply::Failed(None),
+            Reply::Failed(Some(departure)),
+        ] {
+            assert_eq!(Reply::decode(&reply.encode()).unwrap(), reply);
+        }
+    }
+
+    #[test]
+    fn signatures_come_back_as_they_were() {
+        let tensor = |op| Signature::tensor(op, DType::BF16, vec![4, 0, 2]);
+        for signature in [
+            tensor(CollectiveOp::AllReduce),
+            tensor(CollectiveOp::AllGather).along(1, &[0, 0]),
+            tensor(CollectiveOp::AllToAll).exchanging(&[1, 3], &[2, 2]),
+            tensor(CollectiveOp::Broadcast).from_root(1),
+            Signature::host(CollectiveOp::ExchangeSizes, vec![3], vec![1, 2, 3]),
+            Signature::host(CollectiveOp::Barrier, vec![], vec![]),
+        ] {
+            let bytes = encode_signature(&signature);
+            assert_eq!(decode_signature(&bytes).unwrap(), signature);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_a_reader_panic_or_allocate_much_more_than_they_are() {
+        bolero::check!().for_each(|bytes: &[u8]| {
+            if let Ok(request) = Request::decode(bytes) {
+                assert!(request.encode().len() <= 3 * bytes.len());
+            }
+            if let Ok(reply) = Reply::decode(bytes) {
+                assert!(reply.encode().len() <= 3 * bytes.len());
+            }
+            let _ = decode_signature(bytes);
+        });
+    }
+}

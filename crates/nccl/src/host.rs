@@ -161,3 +161,164 @@ fn receive(stream: &mut TcpStream, deadline: Instant) -> io::Result<Vec<u8>> {
     read_by(stream, &mut body, deadline)?;
     Ok(body)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use moe_lora_parallel::GroupName;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(30);
+    const SOON: Duration = Duration::from_secs(10);
+
+    /// Three ranks: 0 serves, 1 and 2 are connected to it.
+    fn world(timeout: Duration) -> [Host; 3] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = |rank| {
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            ((rank, listener.accept().unwrap().0), Host::reach(stream))
+        };
+        let ((one, first), (two, second)) = (connect(1), connect(2));
+        [
+            Host::serve(BTreeMap::from([one, two]), timeout),
+            first,
+            second,
+        ]
+    }
+
+    fn place(members: &[usize], sequence: u64) -> Place {
+        Place {
+            name: GroupName::Tp,
+            members: members.to_vec(),
+            sequence,
+        }
+    }
+
+    fn finished(rank: usize) -> Departure {
+        Departure {
+            rank,
+            reason: "has finished".into(),
+            finished: true,
+        }
+    }
+
+    #[test]
+    fn ranks_of_several_processes_meet_in_groups_of_any_members() {
+        let hosts = world(LONG);
+        thread::scope(|scope| {
+            for (rank, host) in hosts.iter().enumerate() {
+                scope.spawn(move || {
+                    for sequence in 0..50 {
+                        for members in [vec![2, 0, 1], vec![1, 2], vec![0, 2]] {
+                            if !members.contains(&rank) {
+                                continue;
+                            }
+                            let post = |k: usize| vec![k as u8; k + sequence as usize];
+                            let place = place(&members, sequence);
+                            let met = host.meet(&place, rank, post(rank), LONG).unwrap();
+                            let expected: Vec<_> = members.iter().map(|k| post(*k)).collect();
+                            assert_eq!(met, expected);
+                        }
+                    }
+                });
+            }
+        });
+        let Host::Serving(board) = &hosts[0] else {
+            panic!("rank 0 serves");
+        };
+        assert!(board.is_empty(), "meetings that are over are forgotten");
+    }
+
+    #[test]
+    fn ranks_that_do_not_come_are_named_in_every_process() {
+        let timeout = Duration::from_millis(300);
+        let hosts = world(timeout);
+        let start = Instant::now();
+        thread::scope(|scope| {
+            for rank in [0, 1] {
+                let host = &hosts[rank];
+                scope.spawn(move || {
+                    let met = host.meet(&place(&[0, 1, 2], 0), rank, vec![], timeout);
+                    assert_eq!(met, Err(Absence::Missing(vec![2])));
+                });
+            }
+        });
+        assert!(start.elapsed() < SOON);
+    }
+
+    #[test]
+    fn a_process_that_dies_is_seen_at_once_by_those_that_wait_and_those_that_ask() {
+        let [zero, one, two] = world(LONG);
+        let start = Instant::now();
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| one.meet(&place(&[1, 2], 0), 1, vec![], LONG));
+            drop(two); // No word of leave.
+            let Err(Absence::Left { rank: 2, reason }) = waits.join().unwrap() else {
+                panic!("rank 2 has left");
+            };
+            assert!(reason.starts_with("is gone ("), "{reason}");
+        });
+        assert_eq!(zero.failed().unwrap().unwrap().rank, 2);
+        assert_eq!(one.failed().unwrap().unwrap().rank, 2);
+        assert!(start.elapsed() < SOON);
+    }
+
+    #[test]
+    fn a_process_that_finishes_has_not_failed_and_rank_0_outlives_it() {
+        let [zero, one, two] = world(LONG);
+        one.leave(finished(1));
+        let absence = two.meet(&place(&[1, 2], 0), 2, vec![], LONG);
+        assert_eq!(
+            absence,
+            Err(Absence::Left {
+                rank: 1,
+                reason: "has finished".into()
+            })
+        );
+        assert_eq!(two.failed(), Ok(None));
+        let start = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                zero.leave(finished(0));
+                zero.outlive(3, LONG);
+                assert!(start.elapsed() >= Duration::from_millis(200));
+            });
+            thread::sleep(Duration::from_millis(200));
+            two.leave(finished(2));
+        });
+        assert!(start.elapsed() < SOON);
+    }
+
+    #[test]
+    fn the_end_of_rank_0_is_an_error_and_no_wait() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let host = Host::reach(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        drop(listener.accept().unwrap());
+        let start = Instant::now();
+        let met = host.meet(&place(&[0, 1], 0), 1, vec![], LONG);
+        assert!(matches!(met, Err(Absence::Lost(_))), "{met:?}");
+        assert!(matches!(host.failed(), Err(Absence::Lost(_))));
+        assert!(start.elapsed() < SOON);
+    }
+
+    #[test]
+    fn a_message_that_is_too_long_or_no_message_ends_the_connection() {
+        for bytes in [
+            u32::MAX.to_le_bytes().to_vec(),
+            [&3u32.to_le_bytes(), [9, 9, 9].as_slice()].concat(),
+        ] {
+            let [zero, one, _two] = world(LONG);
+            let Host::There(stream) = &one else {
+                panic!("rank 1 is connected");
+            };
+            stream.lock().unwrap().write_all(&bytes).unwrap();
+            let start = Instant::now();
+            while zero.failed() == Ok(None) && start.elapsed() < SOON {
+                thread::sleep(Duration::from_millis(5));
+            }
+            assert_eq!(zero.failed().unwrap().unwrap().rank, 1);
+        }
+    }
+}

@@ -101,8 +101,11 @@ impl Launch {
             token,
         })
     }
+}
 
-    /// Meets the other processes. Those of rank 0 wait `timeout` for a meeting.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+impl Launch {
+    /// Meets the other processes, `start` at the latest; later meetings last up to `timeout`.
     pub(crate) fn connect(&self, start: Duration, timeout: Duration) -> Result<Host, StartError> {
         let (size, token) = (self.world_size, &self.token);
         if self.rank > 0 {

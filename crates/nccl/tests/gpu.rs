@@ -1,0 +1,398 @@
+//! The transport on GPUs. Without two of them every test says that it is skipped, and fails where
+//! `MOE_LORA_REQUIRE_GPUS` asks for them.
+//!
+//! Ranks in processes are this binary again, told by `MOE_LORA_TEST_ROLE` what to do.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn_fusion::Fusion;
+use moe_lora_nccl::{CudaBackend, Nccl, NcclConfig, gpu_count};
+use moe_lora_parallel::{Collective, CollectiveError, GroupName, Mesh, TopologyConfig, Transport};
+use moe_lora_testkit::{Body, conformance};
+
+type Plain = CubeBackend<CudaRuntime, f32, i32, u8>;
+type Fused = Fusion<Plain>;
+
+/// Not reached by a test that passes, compilation of kernels included.
+const LONG: Duration = Duration::from_secs(120);
+const ROLE: &str = "MOE_LORA_TEST_ROLE";
+
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The GPUs, one test at a time; none when there are fewer than two, which is said.
+fn gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
+    let (needed, found) = (2, gpu_count());
+    let required = std::env::var("MOE_LORA_REQUIRE_GPUS").map_or(0, |n| {
+        n.parse()
+            .expect("MOE_LORA_REQUIRE_GPUS is a number of GPUs")
+    });
+    assert!(
+        found >= required,
+        "MOE_LORA_REQUIRE_GPUS={required}, found {found}"
+    );
+    if found < needed {
+        println!("skipped: needs {needed} GPUs, found {found}");
+        return None;
+    }
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    Some((found.min(4), alone))
+}
+
+/// Those in which the suite's values are exact on so many ranks.
+fn dtypes(ranks: usize) -> &'static [DType] {
+    match ranks {
+        2 => &[DType::F32, DType::F16, DType::BF16],
+        _ => &[DType::F32, DType::F16],
+    }
+}
+
+/// A world of threads, one a GPU.
+fn threads<T: Send>(config: &NcclConfig, ranks: usize, body: impl Fn(Nccl) -> T + Sync) -> Vec<T> {
+    let devices: Vec<_> = (0..ranks).map(CudaDevice::new).collect();
+    let ranks = config.local(&devices).unwrap();
+    thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .map(|rank| scope.spawn(move || body(rank)))
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn checked() -> NcclConfig {
+    NcclConfig::new().with_timeout(LONG).with_checks(true)
+}
+
+fn threads_conform<B: CudaBackend>() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    conformance::<B>(gpus, dtypes(gpus), |ranks, body: Body<'_, B>| {
+        threads(&checked(), ranks, |rank| {
+            let device = rank.device().clone();
+            body(&rank, &device);
+        });
+    });
+}
+
+#[test]
+fn ranks_as_threads_conform() {
+    threads_conform::<Plain>();
+}
+
+#[test]
+fn ranks_as_threads_conform_with_fusion() {
+    threads_conform::<Fused>();
+}
+
+fn full<B: Backend>(shape: [usize; 2], value: f32, device: &B::Device) -> Tensor<B, 2> {
+    Tensor::full(shape, value, device)
+}
+
+fn sum<B: Backend>(group: &dyn Collective<B>, x: Tensor<B, 2>) -> Tensor<B, 2> {
+    let sum = group.all_reduce(x.into_primitive().tensor()).unwrap();
+    Tensor::from_primitive(TensorPrimitive::Float(sum))
+}
+
+/// Nothing but events orders the matmul, the sum and the product: a wrong order is a wrong number.
+fn calls_are_ordered<B: CudaBackend>() {
+    let Some((_, _alone)) = gpus() else { return };
+    let config = NcclConfig::new().with_timeout(LONG);
+    threads(&config, 2, |rank| {
+        let device = rank.device().clone();
+        let group = Transport::<B>::open(&rank, GroupName::Tp, vec![0, 1]);
+        let mut last: Vec<(f32, Tensor<B, 2>)> = Vec::new();
+        for round in 0..50 {
+            let value = |rank: usize| (rank + 1 + round) as f32 / 64.0;
+            let x = full::<B>([4096, 2048], value(rank.rank()), &device);
+            let z = x.matmul(full([2048, 32], 0.5, &device));
+            let y = sum(&*group, z) * 2.0;
+            last.push(((value(0) + value(1)) * 2048.0, y));
+        }
+        for (expected, y) in last {
+            let (low, high) = (y.clone().min(), y.max());
+            for found in [low, high].map(|y| y.into_scalar()) {
+                let found: f32 = burn::tensor::ElementConversion::elem(found);
+                assert_eq!(found, expected, "rank {}", rank.rank());
+            }
+        }
+        rank.check().unwrap();
+    });
+}
+
+#[test]
+fn sums_come_after_what_they_sum_and_before_what_uses_them() {
+    calls_are_ordered::<Plain>();
+}
+
+#[test]
+fn sums_come_after_what_they_sum_and_before_what_uses_them_with_fusion() {
+    calls_are_ordered::<Fused>();
+}
+
+#[test]
+fn a_tensor_that_is_used_elsewhere_keeps_its_values() {
+    let Some((_, _alone)) = gpus() else { return };
+    threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
+        let device = rank.device().clone();
+        let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
+        let x = full::<Plain>([64, 32], 1.0 + rank.rank() as f32, &device);
+        let y = sum(&*group, x.clone());
+        let own = group.broadcast(x.clone().into_primitive().tensor(), 0);
+        let first = Tensor::<Plain, 2>::from_primitive(TensorPrimitive::Float(own.unwrap()));
+        assert_eq!(y.max().into_scalar(), 3.0);
+        assert_eq!(first.max().into_scalar(), 1.0);
+        assert_eq!(x.max().into_scalar(), 1.0 + rank.rank() as f32);
+    });
+}
+
+#[test]
+fn a_mesh_opens_and_sums_over_its_groups() {
+    let Some((_, _alone)) = gpus() else { return };
+    for (ep, etp) in [(1, 2), (2, 1)] {
+        let topology = TopologyConfig::new(2).with_ep(ep).with_etp(etp);
+        let topology = topology.with_tp(2).init().unwrap();
+        threads(&checked(), 2, |rank| {
+            let mesh = Mesh::<Plain>::new(topology, &rank).unwrap();
+            let device = rank.device();
+            let one = || full::<Plain>([8, 4], 1.0, device);
+            let groups = [
+                (mesh.tp().collective(), 2),
+                (mesh.expert_tp().collective(), etp),
+                (mesh.ep().collective(), ep),
+            ];
+            for (group, size) in groups {
+                assert_eq!(sum(&**group, one()).max().into_scalar(), size as f32);
+            }
+            assert!(mesh.all(true));
+            assert!(!mesh.all(rank.rank() == 0));
+        });
+    }
+}
+
+#[test]
+fn a_tensor_of_another_gpu_is_refused() {
+    let Some((_, _alone)) = gpus() else { return };
+    threads(&checked(), 2, |rank| {
+        let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
+        let other = CudaDevice::new(1 - rank.rank());
+        let x = full::<Plain>([2, 2], 1.0, &other).into_primitive().tensor();
+        let error = group.all_reduce(x).unwrap_err().to_string();
+        let k = rank.rank();
+        assert_eq!(
+            error,
+            format!(
+                "all_reduce on group tp at rank {k}: the tensor is on Cuda({}), the rank on gpu {k}",
+                1 - k
+            )
+        );
+    });
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_others_before_the_timeout() {
+    let Some((_, _alone)) = gpus() else { return };
+    let start = Instant::now();
+    let devices = [0, 1].map(CudaDevice::new);
+    let config = NcclConfig::new().with_timeout(LONG);
+    let mut ranks = config.local(&devices).unwrap().into_iter();
+    let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    let panics = thread::spawn(move || {
+        let _second = second;
+        panic!("on purpose");
+    });
+    let error = error_of(&first);
+    assert!(
+        matches!(error, CollectiveError::Departed { departed: 1, .. }),
+        "{error}"
+    );
+    assert!(panics.join().is_err());
+    assert!(start.elapsed() < LONG);
+}
+
+/// Sums until it fails.
+fn error_of(rank: &Nccl) -> CollectiveError {
+    let group = Transport::<Plain>::open(rank, GroupName::Tp, vec![0, 1]);
+    loop {
+        let x = full::<Plain>([64, 32], 1.0, rank.device());
+        if let Err(error) = group.all_reduce(x.into_primitive().tensor()) {
+            return error;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+// ---- ranks as processes ------------------------------------------------------------------------
+
+/// What a process of [`processes`] does, by its role.
+#[test]
+fn role() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    match role.as_str() {
+        "conform" => conformance::<Plain>(2, dtypes(2), |ranks, body: Body<'_, Plain>| {
+            if ranks == 2 {
+                let rank = checked().from_env().unwrap();
+                let device = rank.device().clone();
+                body(&rank, &device);
+            }
+        }),
+        "dies" | "sleeps" => {
+            let timeout = if role == "dies" {
+                LONG
+            } else {
+                Duration::from_secs(5)
+            };
+            let config = NcclConfig::new().with_timeout(timeout);
+            let rank = config.from_env().unwrap();
+            let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
+            let one = full::<Plain>([64, 32], 1.0, rank.device());
+            assert_eq!(sum(&*group, one).max().into_scalar(), 2.0);
+            group.barrier().unwrap();
+            if rank.rank() == 1 {
+                if role == "dies" {
+                    std::process::abort();
+                }
+                // Killed by the test.
+                thread::sleep(LONG);
+            }
+            let start = Instant::now();
+            let error = error_of(&rank);
+            println!("after {:?}: {error}", start.elapsed());
+            assert_eq!(rank.check().is_err(), true);
+            // The GPU is free again: nothing is stuck on it.
+            Plain::sync(rank.device()).unwrap();
+        }
+        role => panic!("no role {role}"),
+    }
+}
+
+/// Two processes in a role, a GPU each.
+fn processes(role: &str, vars: &[(&str, &str)]) -> [Child; 2] {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+    let port = port.unwrap().port().to_string();
+    [0, 1].map(|rank| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["role", "--exact", "--nocapture"])
+            .env(ROLE, role)
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &port)
+            .env("MOE_LORA_TOKEN", "a token for tests on one machine")
+            .envs(vars.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    })
+}
+
+fn output(child: Child) -> (Output, String) {
+    let output = child.wait_with_output().unwrap();
+    let text = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    let text = text.concat();
+    (output, text)
+}
+
+fn processes_conform(vars: &[(&str, &str)]) {
+    let Some((_, _alone)) = gpus() else { return };
+    for child in processes("conform", vars) {
+        let (output, text) = output(child);
+        assert!(output.status.success(), "{text}");
+    }
+}
+
+#[test]
+fn ranks_as_processes_conform() {
+    processes_conform(&[]);
+}
+
+#[test]
+fn ranks_as_processes_conform_over_sockets() {
+    // As two hosts would: no memory that both processes see.
+    processes_conform(&[("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")]);
+}
+
+/// Rank 0's text, and how long both took. Rank 1 is killed if it still lives then.
+fn left_alone(role: &str) -> (String, Duration) {
+    let start = Instant::now();
+    let [zero, mut one] = processes(role, &[]);
+    let (output, text) = output(zero);
+    let took = start.elapsed();
+    let _ = one.kill();
+    let _ = one.wait();
+    assert!(output.status.success(), "{text}");
+    println!("{text}");
+    (text, took)
+}
+
+#[test]
+fn a_process_that_dies_is_an_error_of_the_other_before_the_timeout() {
+    let Some((_, _alone)) = gpus() else { return };
+    let (text, took) = left_alone("dies");
+    assert!(
+        text.contains("all_reduce on group tp at rank 0: "),
+        "{text}"
+    );
+    assert!(took < LONG, "{took:?}");
+}
+
+#[test]
+fn a_process_that_stops_calling_is_an_error_of_the_other_at_the_timeout() {
+    let Some((_, _alone)) = gpus() else { return };
+    let (text, took) = left_alone("sleeps");
+    assert!(
+        text.contains(
+            "all_reduce on group tp at rank 0: all_reduce on group tp did not end within 5s"
+        ),
+        "{text}"
+    );
+    assert!(took < LONG, "{took:?}");
+}
+
+// ---- speed -------------------------------------------------------------------------------------
+
+#[test]
+fn a_sum_that_does_not_stop_the_host_is_faster_than_one_that_does() {
+    let Some((_, _alone)) = gpus() else { return };
+    const CALLS: u32 = 200;
+    let times = threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
+        let device = rank.device().clone();
+        let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
+        let x = || full::<Plain>([4096, 32], 0.0, &device).cast(DType::BF16);
+        let time = |synchronised: bool| {
+            let mut x = x();
+            Plain::sync(&device).unwrap();
+            group.barrier().unwrap();
+            let start = Instant::now();
+            for _ in 0..CALLS {
+                x = sum(&*group, x);
+                if synchronised {
+                    Plain::sync(&device).unwrap();
+                }
+            }
+            Plain::sync(&device).unwrap();
+            start.elapsed() / CALLS
+        };
+        let mut runs: Vec<_> = (0..6).map(|_| [time(false), time(true)]).collect();
+        runs.remove(0);
+        [0, 1].map(|k| {
+            let mut times: Vec<_> = runs.iter().map(|run| run[k]).collect();
+            times.sort();
+            times[times.len() / 2]
+        })
+    });
+    let [ordered, synchronised] = times[0];
+    println!("all_reduce of 256 KiB in bf16: {ordered:?}, with the host waiting {synchronised:?}");
+    assert!(ordered < synchronised);
+}
