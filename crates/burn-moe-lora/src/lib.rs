@@ -44,6 +44,7 @@
 //! | [`experts`] | router, dispatcher, expert MLP, MoE layer, shared experts |
 //! | [`checkpoint`] | sharded checkpoints that load at any topology |
 //! | [`interchange`] | hub model directories and PEFT files |
+//! | `nccl` | with the feature of that name, ranks on GPUs |
 //!
 //! # What it does not do
 //!
@@ -54,6 +55,8 @@ pub use moe_lora_checkpoint as checkpoint;
 pub use moe_lora_experts as experts;
 pub use moe_lora_interchange as interchange;
 pub use moe_lora_kernels as kernels;
+#[cfg(feature = "nccl")]
+pub use moe_lora_nccl as nccl;
 pub use moe_lora_parallel as parallel;
 
 /// What a training loop names.
@@ -68,6 +71,8 @@ pub mod prelude {
         MoeWeights, RouterScore, SharedConfig, WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
+    #[cfg(feature = "nccl")]
+    pub use moe_lora_nccl::{Nccl, NcclConfig};
     pub use moe_lora_parallel::{
         Collective, Dp, Ep, ExpertDp, ExpertTp, Group, Mesh, MockWorld, Topology, TopologyConfig,
         Tp, Transport,

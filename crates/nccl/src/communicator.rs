@@ -2,10 +2,11 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::tensor::DType;
 use cudarc::driver::sys::CUstream;
@@ -15,6 +16,8 @@ use crate::device::Device;
 
 /// Bytes of an id.
 const ID: usize = 128;
+/// How often the connection asks whether a member is gone.
+const POLL: Duration = Duration::from_millis(100);
 
 /// The members' communicator. Null once it is aborted or destroyed.
 pub(crate) struct Communicator(AtomicPtr<sys::ncclComm>);
@@ -43,13 +46,13 @@ impl Communicator {
     /// Connects this member with the others, all of which call it.
     ///
     /// NCCL blocks in it, for ever when a member is lost half way: so a thread of its own does it,
-    /// and is left behind after `timeout`.
+    /// and is left behind after `timeout`, or when a member is `gone`.
     pub fn connect(
         device: &Arc<Device>,
         id: &[u8],
-        rank: usize,
-        size: usize,
+        (rank, size): (usize, usize),
         timeout: Duration,
+        gone: impl Fn() -> bool,
     ) -> Result<Self, String> {
         let id: [u8; ID] = id
             .try_into()
@@ -71,9 +74,18 @@ impl Communicator {
             };
             let _ = send.send(connect());
         });
-        connected
-            .recv_timeout(timeout)
-            .map_err(|_| format!("ncclCommInitRank did not return within {timeout:?}"))?
+        let start = Instant::now();
+        while start.elapsed() < timeout && !gone() {
+            match connected.recv_timeout(POLL) {
+                Ok(connected) => return connected,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err("ncclCommInitRank panicked".into());
+                }
+            }
+        }
+        let waited = start.elapsed();
+        Err(format!("ncclCommInitRank did not return within {waited:?}"))
     }
 
     /// Ready to issue calls on tensors of `dtype` to `stream`.

@@ -160,8 +160,10 @@ impl NcclGroup {
             _ => Vec::new(),
         };
         let ids = self.meet(op, id)?;
-        let (index, size) = (self.index, self.members.len());
-        let connected = Communicator::connect(&world.device, &ids[0], index, size, world.timeout);
+        let place = (self.index, self.members.len());
+        let gone = || world.check(op, self.name).is_err();
+        let connected = Communicator::connect(&world.device, &ids[0], place, world.timeout, gone);
+        world.check(op, self.name)?;
         let communicator = Arc::new(connected.map_err(fail)?);
         world.watch(communicator.clone());
         Ok(slot.insert(communicator).clone())
@@ -191,7 +193,7 @@ impl NcclGroup {
         if count == 0 {
             return Ok(x);
         }
-        let x = into_contiguous(x);
+        let x = contiguous(x);
         let sum = in_place(&x);
         self.issue(op, &communicator, [&x, &sum], |nccl, from, to| {
             nccl.all_reduce(from, to, count)
@@ -207,7 +209,7 @@ impl NcclGroup {
     ) -> Result<Buffer, CollectiveError> {
         let op = CollectiveOp::AllGather;
         let communicator = self.begin(&x, &signature(op, &x).along(dim, sizes))?;
-        let x = into_contiguous(to_front(x, dim));
+        let x = contiguous(to_front(x, dim));
         let whole = with_rows(&x, sizes.iter().sum());
         if whole.meta.num_elements() == 0 {
             return Ok(to_front(whole, dim));
@@ -215,7 +217,9 @@ impl NcclGroup {
         let row = row_elements(&x);
         let even = sizes.iter().all(|size| *size == sizes[0]);
         let bytes = row * x.elem_size();
-        self.issue(op, &communicator, [&x, &whole], |nccl, from, to| {
+        // A rank without rows has no buffer to send from.
+        let source = if sizes[self.index] == 0 { &whole } else { &x };
+        self.issue(op, &communicator, [source, &whole], |nccl, from, to| {
             if even {
                 return nccl.all_gather(from, to, sizes[0] * row);
             }
@@ -243,7 +247,7 @@ impl NcclGroup {
     ) -> Result<Buffer, CollectiveError> {
         let op = CollectiveOp::ReduceScatter;
         let communicator = self.begin(&x, &signature(op, &x).along(dim, sizes))?;
-        let x = into_contiguous(to_front(x, dim));
+        let x = contiguous(to_front(x, dim));
         let part = with_rows(&x, sizes[self.index]);
         if x.meta.num_elements() == 0 {
             return Ok(to_front(part, dim));
@@ -276,7 +280,7 @@ impl NcclGroup {
     ) -> Result<Buffer, CollectiveError> {
         let op = CollectiveOp::AllToAll;
         let communicator = self.begin(&x, &signature(op, &x).exchanging(send, recv))?;
-        let x = into_contiguous(x);
+        let x = contiguous(x);
         let y = with_rows(&x, recv.iter().sum());
         let row = row_elements(&x);
         let bytes = row * x.elem_size();
@@ -313,7 +317,7 @@ impl NcclGroup {
         if count == 0 {
             return Ok(x);
         }
-        let x = into_contiguous(x);
+        let x = contiguous(x);
         let y = if self.index == root {
             x.clone()
         } else {
@@ -416,6 +420,14 @@ fn in_place(x: &Buffer) -> Buffer {
         return x.clone();
     }
     with_shape(x, x.shape())
+}
+
+/// Rows one after the other. A tensor without elements is left alone: there is nothing to launch.
+fn contiguous(x: Buffer) -> Buffer {
+    if x.meta.num_elements() == 0 {
+        return x;
+    }
+    into_contiguous(x)
 }
 
 fn with_shape(x: &Buffer, shape: Shape) -> Buffer {

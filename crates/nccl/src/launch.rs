@@ -139,3 +139,61 @@ impl Launch {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use moe_lora_parallel::GroupName;
+
+    use super::*;
+    use crate::board::Place;
+
+    #[test]
+    fn processes_that_know_their_place_meet_on_the_board() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+        let port = port.unwrap().port();
+        let launch = |rank| Launch {
+            rank,
+            world_size: 3,
+            local_rank: rank,
+            address: format!("localhost:{port}"),
+            token: Token::new("a token for tests").unwrap(),
+        };
+        let long = Duration::from_secs(30);
+        thread::scope(|scope| {
+            for rank in [2, 1, 0] {
+                scope.spawn(move || {
+                    let host = launch(rank).connect(long, long).unwrap();
+                    let place = Place {
+                        name: GroupName::Dp,
+                        members: vec![0, 1, 2],
+                        sequence: 0,
+                    };
+                    let met = host.meet(&place, rank, vec![rank as u8], long).unwrap();
+                    assert_eq!(met, [[0], [1], [2]]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_an_error_with_the_way_out() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap().to_string();
+        let launch = Launch {
+            rank: 0,
+            world_size: 2,
+            local_rank: 0,
+            address: address.clone(),
+            token: Token::new("a token for tests").unwrap(),
+        };
+        let short = Duration::from_millis(100);
+        let error = launch.connect(short, short).err().unwrap().to_string();
+        assert!(
+            error.starts_with(&format!("rank 0 cannot listen on {address}: "))
+                && error.ends_with("(set MOE_LORA_PORT to a free port)"),
+            "{error}"
+        );
+    }
+}

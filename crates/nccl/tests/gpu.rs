@@ -229,6 +229,19 @@ fn error_of(rank: &Nccl) -> CollectiveError {
     }
 }
 
+#[test]
+fn a_machine_without_gpus_is_an_error_at_the_start() {
+    if gpu_count() > 0 {
+        println!("skipped: needs a machine without GPUs");
+        return;
+    }
+    let error = Nccl::local(&[CudaDevice::new(0)]).unwrap_err().to_string();
+    assert!(
+        error.starts_with("gpu 0 of rank 0: ") || error.contains(" library is not installed"),
+        "{error}"
+    );
+}
+
 // ---- ranks as processes ------------------------------------------------------------------------
 
 /// What a process of [`processes`] does, by its role.
@@ -267,7 +280,7 @@ fn role() {
             let start = Instant::now();
             let error = error_of(&rank);
             println!("after {:?}: {error}", start.elapsed());
-            assert_eq!(rank.check().is_err(), true);
+            assert!(rank.check().is_err());
             // The GPU is free again: nothing is stuck on it.
             Plain::sync(rank.device()).unwrap();
         }
