@@ -179,7 +179,14 @@ impl NcclGroup {
     ) -> Result<(), CollectiveError> {
         // Given to CubeCL's queue after everything that fills the buffers: once it answers, that
         // work is in the GPU's streams.
-        let addresses = address(from).and_then(|from| Ok((from, address(to)?)));
+        let addresses = address(from).and_then(|first| {
+            let second = if std::ptr::eq(from, to) {
+                Ok(first)
+            } else {
+                address(to)
+            };
+            Ok((first, second?))
+        });
         let (source, target) = addresses.map_err(|reason| self.broken(op, reason))?;
         self.world().issue(op, self.name, |stream| {
             calls(&communicator.on(stream, from.dtype)?, source, target)
@@ -194,11 +201,12 @@ impl NcclGroup {
             return Ok(x);
         }
         let x = contiguous(x);
-        let sum = in_place(&x);
-        self.issue(op, &communicator, [&x, &sum], |nccl, from, to| {
+        let new = unless_free(&x);
+        let sum = new.as_ref().unwrap_or(&x);
+        self.issue(op, &communicator, [&x, sum], |nccl, from, to| {
             nccl.all_reduce(from, to, count)
         })?;
-        Ok(sum)
+        Ok(new.unwrap_or(x))
     }
 
     fn all_gather(
@@ -318,15 +326,13 @@ impl NcclGroup {
             return Ok(x);
         }
         let x = contiguous(x);
-        let y = if self.index == root {
-            x.clone()
-        } else {
-            in_place(&x)
-        };
-        self.issue(op, &communicator, [&x, &y], |nccl, from, to| {
+        // At the root NCCL reads the buffer alone.
+        let new = unless_free(&x).filter(|_| self.index != root);
+        let y = new.as_ref().unwrap_or(&x);
+        self.issue(op, &communicator, [&x, y], |nccl, from, to| {
             nccl.broadcast(from, to, count, root)
         })?;
-        Ok(y)
+        Ok(new.unwrap_or(x))
     }
 
     /// A call that is about the host alone: everybody's, in group order.
@@ -414,12 +420,9 @@ fn address(x: &Buffer) -> Result<u64, String> {
     Ok(resource.resource().ptr)
 }
 
-/// The buffer itself where nobody else reads it, else a new one of its shape.
-fn in_place(x: &Buffer) -> Buffer {
-    if x.handle.can_mut() {
-        return x.clone();
-    }
-    with_shape(x, x.shape())
+/// A new buffer for the result, unless nobody else reads this one and it can hold it.
+fn unless_free(x: &Buffer) -> Option<Buffer> {
+    (!x.handle.can_mut()).then(|| with_shape(x, x.shape()))
 }
 
 /// Rows one after the other. A tensor without elements is left alone: there is nothing to launch.
