@@ -35,11 +35,8 @@ impl Communicator {
     pub fn id() -> Result<Vec<u8>, String> {
         let mut id = sys::ncclUniqueId { internal: [0; ID] };
         // SAFETY: `id` receives the id.
-        check(
-            "ncclGetUniqueId",
-            unsafe { sys::ncclGetUniqueId(&mut id) },
-            null_mut(),
-        )?;
+        let result = unsafe { sys::ncclGetUniqueId(&mut id) };
+        check("ncclGetUniqueId", result, null_mut())?;
         Ok(id.internal.map(|byte| byte as u8).to_vec())
     }
 
