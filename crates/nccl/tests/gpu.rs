@@ -364,10 +364,11 @@ fn a_process_that_dies_is_an_error_of_the_other_before_the_timeout() {
 fn a_process_that_stops_calling_is_an_error_of_the_other_at_the_timeout() {
     let Some((_, _alone)) = gpus() else { return };
     let (text, took) = left_alone("sleeps");
+    // At the first call of a group the others are missed already when the id goes round.
+    let missed = ["did not end within 5s", "no call from ranks [1] within 5s"];
     assert!(
-        text.contains(
-            "all_reduce on group tp at rank 0: all_reduce on group tp did not end within 5s"
-        ),
+        text.contains("all_reduce on group tp at rank 0: ")
+            && missed.iter().any(|part| text.contains(part)),
         "{text}"
     );
     assert!(took < LONG, "{took:?}");
