@@ -186,6 +186,10 @@ impl<B: GroupedBackend> TopKRouter<B> {
             scores = scores + bias;
         }
         let [tokens, experts] = scores.dims();
+        if tokens == 0 {
+            // A GPU has nothing to read then, and burn takes the bytes of no elements amiss.
+            return Vec::new();
+        }
         let mut scores: Vec<f64> = scores.into_data().iter::<f64>().collect();
         let [n_group, topk_group] = self.score.groups();
         let size = experts / n_group;
