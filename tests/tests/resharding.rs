@@ -15,7 +15,7 @@ use moe_lora_checkpoint::{
 };
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
-use moe_lora_testkit::{Ad, mock, noise, ranks};
+use moe_lora_testkit::{Ad, mock, noise, ranks, saved_tensors};
 
 const HIDDEN: usize = 8;
 const F: usize = 12;
@@ -148,25 +148,13 @@ impl Case {
     }
 }
 
-/// Every tensor of a checkpoint, whole.
-fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let checkpoint = Checkpoint::open(folder).unwrap();
-    let tensors = checkpoint.manifest().tensors.iter();
-    tensors
-        .map(|entry| {
-            let whole = checkpoint.full(&entry.layout.key).unwrap();
-            (entry.layout.key.clone(), whole.bytes)
-        })
-        .collect()
-}
-
 #[test]
 fn what_was_saved_at_2_2_is_the_same_to_the_bit_at_every_topology() {
     for case in CASES {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         case.save(topology(4, 2, 2, 2), &at("saved"));
-        let saved = contents(&at("saved"));
+        let saved = saved_tensors(&at("saved"));
         // Fc1, fc2 and the shared expert's two: A and B, two moments and a time of each.
         let linears = match case.targets {
             GateUpTargets::Fused => 4,
@@ -183,7 +171,10 @@ fn what_was_saved_at_2_2_is_the_same_to_the_bit_at_every_topology() {
         ] {
             let to = at("moved");
             let reports = case.move_to(topology(world, tp, ep, etp), &at("saved"), &to);
-            assert!(contents(&to) == saved, "{case:?} ep={ep} etp={etp} tp={tp}");
+            assert!(
+                saved_tensors(&to) == saved,
+                "{case:?} ep={ep} etp={etp} tp={tp}"
+            );
             for report in reports {
                 assert_eq!(report.applied.len(), saved.len());
                 let same = (tp, ep, etp) == (2, 2, 2);
@@ -263,7 +254,7 @@ fn replicas_that_differ_are_not_saved_and_every_rank_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let case = CASES[0];
     case.save(topology(2, 1, 1, 1), folder.path());
-    let before = contents(folder.path());
+    let before = saved_tensors(folder.path());
     let two = topology(2, 1, 1, 1);
     let messages = ranks(&mock(two), two, |mesh| {
         // Start values that depend on the rank.
@@ -279,7 +270,7 @@ fn replicas_that_differ_are_not_saved_and_every_rank_is_told() {
         messages[0]
     );
     assert!(matches!(messages[1], ResumeError::OtherRank { rank: 1 }));
-    assert!(contents(folder.path()) == before);
+    assert!(saved_tensors(folder.path()) == before);
 }
 
 #[test]
@@ -379,5 +370,30 @@ fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_bui
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let stored = stored_adapters(&checkpoint);
         assert_eq!(stored.is_ok(), rank == 2, "{rank}");
+    }
+}
+
+#[test]
+fn a_checkpoint_places_ranks_as_the_topology_does() {
+    for (world, tp, ep, etp) in [(1, 1, 1, 1), (8, 2, 2, 2), (8, 4, 2, 1), (12, 3, 2, 2)] {
+        let topology = topology(world, tp, ep, etp);
+        let sizes = GroupSizes::new(ep, etp).with_tp(tp).with_world(world);
+        for rank in 0..world {
+            let (at, place) = (
+                topology.coordinates(rank).unwrap(),
+                sizes.place(rank).unwrap(),
+            );
+            assert_eq!(
+                [at.tp, at.dp, at.etp, at.ep, at.expert_dp],
+                [
+                    place.tp(),
+                    place.dp(),
+                    place.etp(),
+                    place.ep(),
+                    place.expert_dp()
+                ],
+                "rank {rank} of {sizes:?}"
+            );
+        }
     }
 }

@@ -15,6 +15,11 @@ use serde_json::json;
 use std::fs;
 use tempfile::TempDir;
 
+/// What the first rank says when it may not commit what all wrote.
+fn refused(mut saves: Vec<Save>) -> CheckpointError {
+    saves.swap_remove(0).commit(adapters()).unwrap_err()
+}
+
 #[test]
 fn a_part_that_is_missing_at_commit() {
     let folder = saved();
@@ -43,12 +48,7 @@ fn a_part_of_an_unfinished_save_does_not_stand_in_for_one_of_this_save() {
         .map(|place| Save::begin(folder.path(), place, 6).unwrap())
         .collect();
     saves[0].write(&[], |_| unreachable!("no shards")).unwrap();
-    let error = saves
-        .into_iter()
-        .next()
-        .unwrap()
-        .commit(adapters())
-        .unwrap_err();
+    let error = refused(saves);
     assert!(
         matches!(error, CheckpointError::MissingPart { .. }),
         "{error}"
@@ -80,12 +80,7 @@ fn ranks_that_describe_a_tensor_differently() {
         let layout = layout.clone().with_axis(axis, Axis::ExpertTp);
         save.write(&[layout], |_| Ok(vec![1, 2].into())).unwrap();
     }
-    let error = saves
-        .into_iter()
-        .next()
-        .unwrap()
-        .commit(adapters())
-        .unwrap_err();
+    let error = refused(saves);
     assert_names(
         error,
         &["tensor \"w\"", "ep0-etp0-dp0 and another on ep0-etp1-dp0"],
@@ -103,12 +98,7 @@ fn a_rank_that_left_a_tensor_out() {
     saves[1]
         .write(&fewer, |shard| Ok(bytes_of(shard, 6).into()))
         .unwrap();
-    let error = saves
-        .into_iter()
-        .next()
-        .unwrap()
-        .commit(adapters())
-        .unwrap_err();
+    let error = refused(saves);
     assert_names(error, &[GATE_UP_B, "hold 128 of 256 elements"]);
     assert_names(open_error(folder.path()), &["cannot open", "manifest.json"]);
 }
@@ -126,12 +116,7 @@ fn replicas_that_differ_in_a_bit() {
         Ok(bytes.into())
     };
     saves[3].write(&layouts(), flipped).unwrap();
-    let error = saves
-        .into_iter()
-        .next()
-        .unwrap()
-        .commit(adapters())
-        .unwrap_err();
+    let error = refused(saves);
     assert!(
         matches!(error, CheckpointError::UnequalReplicas { .. }),
         "{error}"

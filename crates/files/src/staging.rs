@@ -58,21 +58,6 @@ impl Staging {
         name: &str,
         tensors: impl IntoIterator<Item = (String, StoredTensor<'static>)>,
     ) -> Result<(), FileError> {
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        self.copy_tensors(name, tensors, Some(metadata))
-    }
-
-    /// Writes a safetensors file.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be written.
-    pub fn copy_tensors<'a>(
-        &mut self,
-        name: &str,
-        tensors: impl IntoIterator<Item = (String, StoredTensor<'a>)>,
-        metadata: Option<HashMap<String, String>>,
-    ) -> Result<(), FileError> {
         // The serializer creates its file readable by its owner only; a plain file first shows
         // which permissions a file here should have.
         self.write(name, &[])?;
@@ -80,7 +65,8 @@ impl Staging {
         let permissions = fs::metadata(&path)
             .map_err(FileError::io("write", &path))?
             .permissions();
-        safetensors::serialize_to_file(tensors, metadata, &path).map_err(|error| {
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        safetensors::serialize_to_file(tensors, Some(metadata), &path).map_err(|error| {
             let source = match error {
                 SafeTensorError::IoError(source) => source,
                 other => std::io::Error::other(other),

@@ -13,6 +13,7 @@ mod matrix;
 mod mlp;
 pub mod oracle;
 mod ranks;
+mod saved;
 mod shard;
 mod tolerance;
 
@@ -21,5 +22,6 @@ pub use factors::{factors, gradient, synced_gradient};
 pub use matrix::{Matrix, Noise, central_differences, noise};
 pub use mlp::{MlpCase, MlpValues, scale};
 pub use ranks::{Ad, mock, panic_message, ranks};
+pub use saved::saved_tensors;
 pub use shard::{Axis, shard, unshard, unshard_experts};
 pub use tolerance::{assert_close, assert_far, epsilon, limit, relative_error, tolerance};

@@ -20,6 +20,7 @@ use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
 use finetune::text::{Batch, TextDataset};
 use finetune::trainer::Trainer;
+use moe_lora_testkit::saved_tensors;
 
 type B = TrainBackend;
 
@@ -95,18 +96,6 @@ fn new_adapters() -> AdapterPlan {
     }
 }
 
-/// Every tensor of a checkpoint, whole.
-fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let checkpoint = Checkpoint::open(folder).unwrap();
-    let tensors = checkpoint.manifest().tensors.iter();
-    tensors
-        .map(|entry| {
-            let whole = checkpoint.full(&entry.layout.key).unwrap();
-            (entry.layout.key.clone(), whole.bytes)
-        })
-        .collect()
-}
-
 fn resumed_run_has_the_bits_of_an_unbroken_one<O: ResumableOptimizer<Flex>>(
     optimizer: impl Fn() -> OptimizerAdaptor<O, MoeBlocks<B>, B> + Sync,
     others: &[Sizes],
@@ -121,9 +110,9 @@ fn resumed_run_has_the_bits_of_an_unbroken_one<O: ResumableOptimizer<Flex>>(
     let half = Some(&*at("half"));
     let second = run.losses(SAVED_AT, &optimizer, half, STEPS, &at("second"));
     assert_eq!(second, unbroken[HALF..]);
-    assert!(contents(&at("second")) == contents(&at("whole")));
+    assert!(saved_tensors(&at("second")) == saved_tensors(&at("whole")));
     // Negative control: half a run is not a whole one.
-    assert!(contents(&at("half")) != contents(&at("whole")));
+    assert!(saved_tensors(&at("half")) != saved_tensors(&at("whole")));
 
     for &sizes in others {
         let other = run.losses(sizes, &optimizer, half, STEPS, &at("other"));

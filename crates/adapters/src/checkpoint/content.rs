@@ -105,7 +105,9 @@ impl Values {
                     parts.counts.insert(name, u64::from_le_bytes(count));
                 }
                 _ => {
-                    parts.tensors.insert(name, factor.tensor(loaded));
+                    let place = (&factor.device, factor.dtype);
+                    let tensor = Tensor::from_data(factor.data(loaded), place);
+                    parts.tensors.insert(name, tensor);
                 }
             }
         }
@@ -123,8 +125,7 @@ impl Values {
     pub(super) fn factors<B: Backend>(mut self, factors: &[Factor<B>]) -> Replacement {
         let values = factors.iter().filter_map(|factor| {
             let loaded = self.0.remove(&factor.path)?;
-            let data = TensorData::from_bytes_vec(loaded.bytes, loaded.shape, factor.dtype);
-            Some((factor.id, data))
+            Some((factor.id, factor.data(loaded)))
         });
         Replacement(values.collect())
     }

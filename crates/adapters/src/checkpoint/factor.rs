@@ -2,7 +2,7 @@
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, TensorData};
 use moe_lora_checkpoint::{Axis, Dtype, LoadedTensor, TensorLayout};
 use moe_lora_parallel::GroupName;
 
@@ -46,12 +46,9 @@ impl<B: Backend> Factor<B> {
         format!("{}.{optimizer}.", self.path)
     }
 
-    pub(super) fn tensor<C: Backend<Device = B::Device>, const D: usize>(
-        &self,
-        loaded: LoadedTensor,
-    ) -> Tensor<C, D> {
-        let data = TensorData::from_bytes_vec(loaded.bytes, loaded.shape, self.dtype);
-        Tensor::from_data(data, (&self.device, self.dtype))
+    /// Values of the factor's type: its own, or those of a part of the optimizer's state.
+    pub(super) fn data(&self, loaded: LoadedTensor) -> TensorData {
+        TensorData::from_bytes_vec(loaded.bytes, loaded.shape, self.dtype)
     }
 }
 
