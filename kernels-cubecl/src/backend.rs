@@ -1,14 +1,13 @@
-//! Grouped products as a burn backend extension, with their backward passes.
+//! Grouped products as a burn backend extension.
 
-use burn::backend::Autodiff;
+use std::ops::Range;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorPrimitive};
-use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-use burn_autodiff::grads::Gradients;
-use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
 
-use crate::{RowGroups, per_expert};
+use crate::low_rank::{Gradients2, Layout, add_columns, between, between_backward, columns_of};
+use crate::{Between, Compute, RowGroups, per_expert};
 
 /// The three grouped products of a linear: output, input gradient and weight gradient.
 ///
@@ -33,6 +32,86 @@ pub trait GroupedBackend: Backend {
     ) -> FloatTensor<Self> {
         per_expert::outer::<Self>(p, q, groups)
     }
+
+    /// Whether [`Strategy::Grouped`](crate::Strategy::Grouped) can be asked for, or the reason why
+    /// not.
+    fn grouped_kernels(device: &Self::Device, dtype: DType, rank: usize) -> Result<(), String> {
+        let _ = (device, dtype, rank);
+        Err("the backend has no grouped kernels".into())
+    }
+
+    /// See [`shrink`](crate::shrink).
+    fn shrink(
+        x: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let _ = (layout, compute);
+        Self::grouped_matmul(x, a, rows, false)
+    }
+
+    /// Cotangents of `x` and `a` for that of `z`. What is not given needs no gradient of the other.
+    fn shrink_backward(
+        dz: FloatTensor<Self>,
+        x: Option<FloatTensor<Self>>,
+        a: Option<FloatTensor<Self>>,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Gradients2<Self> {
+        let _ = compute;
+        let dx = a.map(|a| Self::grouped_matmul(dz.clone(), a, rows, true));
+        let da = x.map(|x| Self::grouped_outer(dz, x, rows));
+        [dx, da]
+    }
+
+    /// See [`expand`](crate::expand).
+    fn expand(
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let _ = compute;
+        Self::grouped_matmul(between::<Self>(z, f), b, rows, false)
+    }
+
+    /// See [`expand_into`](crate::expand_into).
+    fn expand_into(
+        base: FloatTensor<Self>,
+        columns: Range<usize>,
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        add_columns::<Self>(base, columns, Self::expand(z, b, f, rows, compute))
+    }
+
+    /// Cotangents of `z` and `b` for that of the output, of which `columns` are the product's. The
+    /// gradient of `z` needs `b`; it is computed when that is given.
+    fn expand_backward(
+        dy: FloatTensor<Self>,
+        columns: Range<usize>,
+        z: FloatTensor<Self>,
+        b: Option<FloatTensor<Self>>,
+        db: bool,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Gradients2<Self> {
+        let _ = compute;
+        let dy = columns_of::<Self>(dy, columns);
+        let db = db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), rows));
+        let dz = b.map(|b| {
+            let grad = Self::grouped_matmul(dy, b, rows, true);
+            between_backward::<Self>(z, grad, f)
+        });
+        [dz, db]
+    }
 }
 
 /// `y_e = x_e w_e^T`: every row times the weight of its expert.
@@ -49,14 +128,7 @@ pub fn grouped_matmul<B: GroupedBackend>(
     w: Tensor<B, 3>,
     groups: &RowGroups,
 ) -> Tensor<B, 2> {
-    let ([rows, d_in], [experts, _, w_in]) = (x.dims(), w.dims());
-    assert!(
-        rows == groups.rows() && experts == groups.experts() && d_in == w_in,
-        "grouped_matmul: x [{rows}, {d_in}] and w {:?} do not fit {} rows over {} experts",
-        w.dims(),
-        groups.rows(),
-        groups.experts(),
-    );
+    groups.check("grouped_matmul", x.dims(), w.dims());
     Tensor::from_primitive(TensorPrimitive::Float(B::grouped_matmul(
         x.into_primitive().tensor(),
         w.into_primitive().tensor(),
@@ -80,122 +152,4 @@ pub fn grouped_matmul<B: GroupedBackend>(
 pub fn linear<B: GroupedBackend>(x: Tensor<B, 2>, w: Tensor<B, 2>) -> Tensor<B, 2> {
     let [rows, _] = x.dims();
     grouped_matmul(x, w.unsqueeze(), &RowGroups::whole(rows))
-}
-
-/// Operands of a product, each kept only when the other one's gradient needs it.
-type Saved<B> = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, RowGroups);
-
-#[derive(Debug)]
-struct MatmulBackward {
-    transposed: bool,
-}
-
-impl<B: GroupedBackend> Backward<B, 2> for MatmulBackward {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let (x, w, groups) = ops.state;
-        let dy = grads.consume::<B>(&ops.node);
-        let [x_node, w_node] = ops.parents;
-        if let (Some(node), Some(w)) = (x_node, w) {
-            let dx = B::grouped_matmul(dy.clone(), w, &groups, !self.transposed);
-            grads.register::<B>(node.id, dx);
-        }
-        if let (Some(node), Some(x)) = (w_node, x) {
-            let dw = if self.transposed {
-                B::grouped_outer(x, dy, &groups)
-            } else {
-                B::grouped_outer(dy, x, &groups)
-            };
-            grads.register::<B>(node.id, dw);
-        }
-    }
-}
-
-#[derive(Debug)]
-struct OuterBackward;
-
-impl<B: GroupedBackend> Backward<B, 2> for OuterBackward {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let (p, q, groups) = ops.state;
-        let dz = grads.consume::<B>(&ops.node);
-        let [p_node, q_node] = ops.parents;
-        if let (Some(node), Some(q)) = (p_node, q) {
-            let dp = B::grouped_matmul(q, dz.clone(), &groups, false);
-            grads.register::<B>(node.id, dp);
-        }
-        if let (Some(node), Some(p)) = (q_node, p) {
-            let dq = B::grouped_matmul(p, dz, &groups, true);
-            grads.register::<B>(node.id, dq);
-        }
-    }
-}
-
-impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C> {
-    fn grouped_matmul(
-        x: FloatTensor<Self>,
-        w: FloatTensor<Self>,
-        groups: &RowGroups,
-        transposed: bool,
-    ) -> FloatTensor<Self> {
-        let prepared = MatmulBackward { transposed }
-            .prepare::<C>([x.node.clone(), w.node.clone()])
-            .compute_bound()
-            .stateful();
-        match prepared {
-            OpsKind::Tracked(prep) => {
-                let saved = (
-                    w.is_tracked().then(|| x.primitive.clone()),
-                    x.is_tracked().then(|| w.primitive.clone()),
-                    groups.clone(),
-                );
-                prep.finish(
-                    saved,
-                    B::grouped_matmul(x.primitive, w.primitive, groups, transposed),
-                )
-            }
-            OpsKind::UnTracked(prep) => prep.finish(B::grouped_matmul(
-                x.primitive,
-                w.primitive,
-                groups,
-                transposed,
-            )),
-        }
-    }
-
-    fn grouped_outer(
-        p: FloatTensor<Self>,
-        q: FloatTensor<Self>,
-        groups: &RowGroups,
-    ) -> FloatTensor<Self> {
-        let prepared = OuterBackward
-            .prepare::<C>([p.node.clone(), q.node.clone()])
-            .compute_bound()
-            .stateful();
-        match prepared {
-            OpsKind::Tracked(prep) => {
-                let saved = (
-                    q.is_tracked().then(|| p.primitive.clone()),
-                    p.is_tracked().then(|| q.primitive.clone()),
-                    groups.clone(),
-                );
-                prep.finish(saved, B::grouped_outer(p.primitive, q.primitive, groups))
-            }
-            OpsKind::UnTracked(prep) => {
-                prep.finish(B::grouped_outer(p.primitive, q.primitive, groups))
-            }
-        }
-    }
 }

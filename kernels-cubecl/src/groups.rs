@@ -1,7 +1,12 @@
 //! Which rows belong to which expert.
 
+#[cfg(feature = "cubecl")]
+use std::any::Any;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+#[cfg(feature = "cubecl")]
+use std::sync::Mutex;
 
 use thiserror::Error;
 
@@ -16,10 +21,31 @@ use thiserror::Error;
 /// assert_eq!(groups.range(2), 4..6);
 /// # Ok::<(), moe_lora_kernels::GroupError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct RowGroups {
     offsets: Arc<[usize]>,
+    all_rows: usize,
+    /// What kernels read of it, by device: uploaded at the first use.
+    #[cfg(feature = "cubecl")]
+    pub(crate) uploaded: Arc<Mutex<Vec<Box<dyn Any + Send + Sync>>>>,
 }
+
+impl fmt::Debug for RowGroups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RowGroups")
+            .field("offsets", &self.offsets)
+            .field("all_rows", &self.all_rows)
+            .finish()
+    }
+}
+
+impl PartialEq for RowGroups {
+    fn eq(&self, other: &Self) -> bool {
+        self.offsets == other.offsets && self.all_rows == other.all_rows
+    }
+}
+
+impl Eq for RowGroups {}
 
 /// Counts that do not cover an activation.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -27,7 +53,7 @@ pub struct RowGroups {
 pub enum GroupError {
     /// Rows are left over or missing.
     #[error(
-        "expert row counts {counts:?} sum to {sum}, the activation has {rows} rows (every row belongs to an expert: slice padding rows off first)"
+        "expert row counts {counts:?} sum to {sum}, the activation has {rows} rows (rows at the end that belong to no expert are given with `RowGroups::padded`)"
     )]
     Sum {
         /// Rows of each expert.
@@ -47,10 +73,28 @@ impl RowGroups {
     /// When the counts do not sum to `rows`. A buffer with padding at its end, whatever the
     /// padding holds, is refused rather than read.
     pub fn new(counts: &[usize], rows: usize) -> Result<Self, GroupError> {
+        Self::sorted(counts, rows, |sum| sum == rows)
+    }
+
+    /// As [`new`](Self::new), for an activation whose last rows belong to no expert: their output is
+    /// zero, and whatever they hold takes no part in any gradient.
+    ///
+    /// # Errors
+    ///
+    /// When the counts sum to more than `rows`.
+    pub fn padded(counts: &[usize], rows: usize) -> Result<Self, GroupError> {
+        Self::sorted(counts, rows, |sum| sum <= rows)
+    }
+
+    fn sorted(
+        counts: &[usize],
+        rows: usize,
+        fits: impl Fn(usize) -> bool,
+    ) -> Result<Self, GroupError> {
         let sum = counts
             .iter()
             .try_fold(0usize, |sum, count| sum.checked_add(*count));
-        if sum != Some(rows) {
+        if !sum.is_some_and(fits) {
             return Err(GroupError::Sum {
                 counts: counts.to_vec(),
                 sum: sum.unwrap_or(usize::MAX),
@@ -62,15 +106,20 @@ impl RowGroups {
             *end += count;
             Some(*end)
         }));
-        Ok(Self {
-            offsets: offsets.into(),
-        })
+        Ok(Self::from_offsets(offsets, rows))
     }
 
     /// One group of all rows, as a dense linear has it.
     pub fn whole(rows: usize) -> Self {
+        Self::from_offsets(vec![0, rows], rows)
+    }
+
+    fn from_offsets(offsets: Vec<usize>, all_rows: usize) -> Self {
         Self {
-            offsets: [0, rows].into(),
+            offsets: offsets.into(),
+            all_rows,
+            #[cfg(feature = "cubecl")]
+            uploaded: Arc::default(),
         }
     }
 
@@ -79,7 +128,12 @@ impl RowGroups {
         self.offsets.len() - 1
     }
 
-    /// Number of rows.
+    /// Number of rows of the activation, padding included.
+    pub fn all_rows(&self) -> usize {
+        self.all_rows
+    }
+
+    /// Number of rows of the experts.
     pub fn rows(&self) -> usize {
         self.offsets[self.offsets.len() - 1]
     }
@@ -93,6 +147,18 @@ impl RowGroups {
     pub fn offsets(&self) -> &[usize] {
         &self.offsets
     }
+
+    /// # Panics
+    ///
+    /// When `x [T, k]` and `w [E, n, k]` do not fit each other and these groups.
+    pub(crate) fn check(&self, what: &str, x: [usize; 2], w: [usize; 3]) {
+        assert!(
+            x[0] == self.all_rows && w[0] == self.experts() && x[1] == w[2],
+            "{what}: x {x:?} and w {w:?} do not fit {} rows over {} experts",
+            self.all_rows,
+            self.experts(),
+        );
+    }
 }
 
 #[cfg(test)]
@@ -103,7 +169,7 @@ mod tests {
     fn counts_that_do_not_cover_the_rows_are_refused() {
         assert_eq!(
             RowGroups::new(&[3, 2], 8).unwrap_err().to_string(),
-            "expert row counts [3, 2] sum to 5, the activation has 8 rows (every row belongs to an expert: slice padding rows off first)"
+            "expert row counts [3, 2] sum to 5, the activation has 8 rows (rows at the end that belong to no expert are given with `RowGroups::padded`)"
         );
         assert!(RowGroups::new(&[usize::MAX, 2], 1).is_err());
     }

@@ -4,13 +4,24 @@
 //! backward pass of two grouped products; every backend has the per-expert path of
 //! [`GroupedBackend`], which is the reference for faster ones.
 
+mod activation;
+mod autodiff;
 mod backend;
+#[cfg(feature = "cubecl")]
+mod cube;
 #[cfg(feature = "flex")]
 mod flex;
-#[cfg(any(feature = "ndarray", feature = "cubecl"))]
-mod generic;
+#[cfg(feature = "cubecl")]
+mod fusion;
 mod groups;
+mod low_rank;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 mod per_expert;
+mod strategy;
 
+pub use activation::{Activation, Between};
 pub use backend::{GroupedBackend, grouped_matmul, linear};
 pub use groups::{GroupError, RowGroups};
+pub use low_rank::{Layout, expand, expand_into, shrink};
+pub use strategy::{Compute, Strategy};

@@ -15,6 +15,11 @@ pub(crate) fn matmul<B: Backend>(
 ) -> FloatTensor<B> {
     let [_, d_out, d_in] = w.shape().dims();
     let columns = if transposed { d_in } else { d_out };
+    let padding = groups.all_rows() - groups.rows();
+    let padding = (padding > 0).then(|| {
+        let shape = Shape::from([padding, columns]);
+        B::float_zeros(shape, &B::float_device(&x), x.dtype().into())
+    });
     let parts = (0..groups.experts())
         .filter(|expert| !groups.range(*expert).is_empty())
         .map(|expert| {
@@ -26,8 +31,9 @@ pub(crate) fn matmul<B: Backend>(
             };
             B::float_matmul(rows_of::<B>(&x, groups, expert), w)
         })
+        .chain(padding)
         .collect();
-    concatenate::<B>(parts, Shape::from([groups.rows(), columns]), &x)
+    concatenate::<B>(parts, Shape::from([groups.all_rows(), columns]), &x)
 }
 
 /// `z_e = p_e^T q_e`; `p [T, n]`, `q [T, k]`, `z [E, n, k]`. Zero for an expert without rows.

@@ -1,6 +1,7 @@
 //! What an adapter is: rank, scale, start values, activation and sharing.
 
-use burn::tensor::{DType, Tensor, activation, backend::Backend};
+use burn::tensor::DType;
+use moe_lora_kernels::{Activation, Between, Compute, Strategy};
 use serde::{Deserialize, Serialize};
 
 use crate::{AdapterError, Init};
@@ -33,6 +34,9 @@ pub struct LoraConfig {
     pub seed: u64,
     /// Element type of the factors.
     pub dtype: DType,
+    /// How the products are computed. No part of what the adapter is: checkpoints do not hold it.
+    #[serde(skip)]
+    pub compute: Compute,
 }
 
 /// How many adapters a grouped linear has.
@@ -43,33 +47,6 @@ pub enum Sharing {
     /// One for all experts of the layer, on every expert-parallel rank the same. Its gradient is
     /// summed over the [`Ep`](moe_lora_parallel::Ep) group, see [`sync_gradients`](crate::sync_gradients).
     Shared,
-}
-
-/// Function between `A` and `B`.
-///
-/// Anything but the identity makes the adapter unmergeable: no single weight equals it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Activation {
-    /// `B A x`.
-    Identity,
-    /// `B silu(A x)`.
-    Silu,
-    /// `B gelu(A x)`.
-    Gelu,
-    /// `B relu(A x)`.
-    Relu,
-}
-
-impl Activation {
-    /// Applies the function to each element.
-    pub fn forward<B: Backend, const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        match self {
-            Self::Identity => x,
-            Self::Silu => activation::silu(x),
-            Self::Gelu => activation::gelu(x),
-            Self::Relu => activation::relu(x),
-        }
-    }
 }
 
 impl LoraConfig {
@@ -85,6 +62,7 @@ impl LoraConfig {
             sharing: Sharing::PerExpert,
             seed: 0,
             dtype: DType::F32,
+            compute: Compute::default(),
         }
     }
 
@@ -130,6 +108,18 @@ impl LoraConfig {
         self
     }
 
+    /// Which path the products take.
+    pub fn with_strategy(mut self, strategy: Strategy) -> Self {
+        self.compute.strategy = strategy;
+        self
+    }
+
+    /// Lets f32 products be rounded to TF32 on tensor cores. Off at first: f32 is exact.
+    pub fn with_tf32(mut self, tf32: bool) -> Self {
+        self.compute.tf32 = tf32;
+        self
+    }
+
     /// The rank that spends the parameters of rank `dim` on `top_k` active experts: `dim / top_k`.
     ///
     /// Holds for adapters of one expert each; a shared adapter takes its rank from
@@ -153,6 +143,14 @@ impl LoraConfig {
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
     }
 
+    /// What stands between the factors.
+    pub fn between(&self) -> Between {
+        Between {
+            activation: self.activation,
+            scale: self.scale(),
+        }
+    }
+
     /// Checks the numbers.
     ///
     /// # Errors
@@ -169,41 +167,9 @@ impl LoraConfig {
     }
 }
 
-/// Multiplies by the adapter's scale, for half-precision tensors in f32 with one rounding at the
-/// end: `32 / 24` is 1.3359 when rounded to bf16 first.
-pub(crate) fn scale_in_f32<B: Backend, const D: usize>(
-    x: Tensor<B, D>,
-    scale: f64,
-) -> Tensor<B, D> {
-    match x.dtype() {
-        DType::F16 | DType::BF16 => {
-            let dtype = x.dtype();
-            x.cast(DType::F32).mul_scalar(scale).cast(dtype)
-        }
-        _ if scale == 1.0 => x,
-        _ => x.mul_scalar(scale),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::backend::Flex;
-    use burn::tensor::TensorData;
-
-    #[test]
-    fn scale_of_32_over_24_is_applied_in_f32_to_bf16() {
-        let device = Default::default();
-        let x = Tensor::<Flex, 1>::from_data(TensorData::from([3.0f32, 95.0]), &device)
-            .cast(DType::BF16);
-        let y = scale_in_f32(x, LoraConfig::new(24, 32.0).scale());
-        assert_eq!(y.dtype(), DType::BF16);
-        let y: Vec<f32> = y.cast(DType::F32).into_data().to_vec().unwrap();
-        assert_eq!(y, [4.0, 126.5]);
-        // Negative control: the scale rounded to bf16 first misses by a bf16 step.
-        assert_eq!(half::bf16::from_f32(32.0 / 24.0).to_f32(), 1.335_937_5);
-        assert_ne!(half::bf16::from_f32(95.0 * 1.335_937_5).to_f32(), 126.5);
-    }
 
     #[test]
     fn rank_per_expert_divides_by_top_k() {
@@ -216,23 +182,5 @@ mod tests {
     fn zero_rank_and_endless_alpha_are_refused() {
         assert_eq!(LoraConfig::new(0, 1.0).check(), Err(AdapterError::ZeroRank));
         assert!(LoraConfig::new(1, f64::NAN).check().is_err());
-    }
-
-    #[test]
-    fn functions_between_the_factors_have_their_values() {
-        let values = |activation: Activation| -> Vec<f32> {
-            let x = Tensor::<Flex, 1>::from_floats([-1.0, 1.0], &Default::default());
-            activation.forward(x).into_data().to_vec().unwrap()
-        };
-        for (activation, expected) in [
-            (Activation::Identity, [-1.0, 1.0]),
-            (Activation::Relu, [0.0, 1.0]),
-            (Activation::Silu, [-0.268_941_4, 0.731_058_6]),
-            (Activation::Gelu, [-0.158_655_25, 0.841_344_7]),
-        ] {
-            for (found, expected) in values(activation).into_iter().zip(expected) {
-                assert!((found - expected).abs() < 1e-6, "{activation:?}: {found}");
-            }
-        }
     }
 }

@@ -22,11 +22,12 @@ mod targets;
 mod weight;
 
 pub use checkpoint::{load_adapters, load_checkpoint, save_checkpoint, stored_adapters};
-pub use config::{Activation, LoraConfig, Sharing};
+pub use config::{LoraConfig, Sharing};
 pub use error::{AdapterError, ResumeError};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
+pub use moe_lora_kernels::{Activation, Compute, Strategy};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
 pub use shard::{ShardAxis, WeightLayout};
 pub use sync::sync_gradients;

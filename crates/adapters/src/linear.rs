@@ -1,12 +1,13 @@
 //! Frozen linears with an adapter, one for each way the weight is placed.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_kernels::RowGroups;
-use moe_lora_parallel::region::{add_into_columns, columns};
+use moe_lora_parallel::region::columns;
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
     Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
@@ -36,7 +37,7 @@ pub struct LinearConfig {
     path: String,
     d_in: usize,
     d_out: usize,
-    experts: Option<std::ops::Range<usize>>,
+    experts: Option<Range<usize>>,
     fragments: Vec<String>,
     dtype: DType,
 }
@@ -55,7 +56,7 @@ impl LinearConfig {
     }
 
     /// One weight for each of these global experts; rows come sorted by expert.
-    pub fn with_experts(mut self, local: std::ops::Range<usize>) -> Self {
+    pub fn with_experts(mut self, local: Range<usize>) -> Self {
         self.experts = Some(local);
         self
     }
@@ -237,16 +238,17 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
             .collect()
     }
 
-    fn fragment(&self, lora: &Lora<B, G, P>) -> Option<usize> {
-        self.fragments.iter().position(|path| path == lora.path())
-    }
-
-    /// The local output columns of an adapter's delta; none for the whole.
-    fn columns(&self, lora: &Lora<B, G, P>) -> Option<std::ops::Range<usize>> {
-        let fragment = self.fragment(lora)?;
+    /// The local output columns of an adapter's delta.
+    fn columns(&self, lora: &Lora<B, G, P>) -> Range<usize> {
         let [d_out, _] = self.weight.layout().local();
-        let width = d_out / self.fragments.len();
-        Some(fragment * width..(fragment + 1) * width)
+        let fragment = self.fragments.iter().position(|path| path == lora.path());
+        match fragment {
+            None => 0..d_out,
+            Some(fragment) => {
+                let width = d_out / self.fragments.len();
+                fragment * width..(fragment + 1) * width
+            }
+        }
     }
 }
 
@@ -267,11 +269,11 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
             return Ok(base);
         }
         let dtype = base.dtype();
-        let [experts, d_out, d_in] = base.dims();
+        let [experts, _, d_in] = base.dims();
         let mut merged = in_f32(base);
         for lora in &self.adapters {
             let delta = lora.delta_weight(group)?;
-            let rows = self.columns(lora).unwrap_or(0..d_out);
+            let rows = self.columns(lora);
             let place = [0..experts, rows, 0..d_in];
             let sum = merged.clone().slice(place.clone()) + delta;
             merged = merged.slice_assign(place, sum);
@@ -329,17 +331,12 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
         let x = x.into_fanout();
         let mut y = self.base(x.clone(), rows);
         for lora in &self.adapters {
-            let delta = lora.forward(x.clone(), rows);
-            y = match self.columns(lora) {
-                None => y + delta,
-                Some(columns) => y.map(|y| add_into_columns(y, delta.into_tensor(), columns)),
-            };
+            y = lora.add_to(y, self.columns(lora), x.clone(), rows);
         }
         y
     }
 
-    /// As [`forward`](Self::forward), the fragments one by one: `N` of `[T, d_out / N / P]`. The
-    /// delta of a fragment joins its own part, so that none of the whole output is copied.
+    /// As [`forward`](Self::forward), the fragments one by one: `N` of `[T, d_out / N / P]`.
     ///
     /// # Panics
     ///
@@ -356,27 +353,13 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
             "{}: number of fragments",
             self.path
         );
-        let x = x.into_fanout();
-        let mut y = self.base(x.clone(), rows);
-        let mut own = [const { None }; N];
-        for lora in &self.adapters {
-            let delta = lora.forward(x.clone(), rows);
-            match self.fragment(lora) {
-                None => y = y + delta,
-                Some(fragment) => own[fragment] = Some(delta),
-            }
-        }
+        let y = self.forward(x, rows);
         let group = y.group().clone();
         let y = y.into_tensor();
         let width = y.dims()[1] / N;
-        let mut fragment = 0..width;
-        own.map(|delta| {
-            let part = group.shard(columns(y.clone(), fragment.clone()));
-            fragment = fragment.end..fragment.end + width;
-            match delta {
-                None => part,
-                Some(delta) => part + delta,
-            }
+        std::array::from_fn(|fragment| {
+            let first = fragment * width;
+            group.shard(columns(y.clone(), first..first + width))
         })
     }
 
@@ -421,7 +404,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         let x = x.into_sharded();
         let mut y = self.base(x.clone(), rows);
         for lora in &self.adapters {
-            y = y + lora.forward(x.clone(), rows).embed();
+            y = lora.add_to(y, x.clone(), rows);
         }
         y
     }
@@ -467,7 +450,7 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
             y = y + bias.forward(x.clone().map(|x| ones(&x)), rows);
         }
         for lora in &self.adapters {
-            y = y + lora.forward(x.clone(), rows);
+            y = lora.add_to(y, x.clone(), rows);
         }
         y
     }

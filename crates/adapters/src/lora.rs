@@ -4,15 +4,17 @@
 //! adapter carry `[T, r]`, but for the one that brings an ordinary row-parallel delta together.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
-use moe_lora_parallel::{Features, Group, GroupKind, GroupName, Replicated, Sharded};
+use moe_lora_parallel::{
+    Fanout, Features, Group, GroupKind, GroupName, Partial, Replicated, Sharded,
+};
 
-use crate::config::scale_in_f32;
 use crate::{
     Activation, AdapterBackend, AdapterError, Column, Init, InitKey, LoraConfig, PlacedWeight,
     Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
@@ -187,10 +189,6 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             trained("lora_B", &self.b.weight, self.b.layout()),
         ]
     }
-
-    fn between(&self, z: Tensor<B, 2>) -> Tensor<B, 2> {
-        scale_in_f32(self.config.activation.forward(z), self.config.scale())
-    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
@@ -200,24 +198,69 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
     ///
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
-        let z = self.a.forward(x, rows).gather_fanout();
-        self.b.forward(z.map(|z| self.between(z)), rows)
+        let z = self.low(x.into_fanout(), rows);
+        self.b
+            .expand(z, self.config.between(), rows, self.config.compute)
+    }
+
+    /// `base` with the delta added to its local columns `columns`, in place where the buffer has no
+    /// other owner.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn add_to<X: IsFanout<B, G>>(
+        &self,
+        base: Sharded<B, G>,
+        columns: Range<usize>,
+        x: X,
+        rows: &RowGroups,
+    ) -> Sharded<B, G> {
+        let z = self.low(x.into_fanout(), rows);
+        let (between, compute) = (self.config.between(), self.config.compute);
+        self.b
+            .expand_into_shard(base, columns, z, between, rows, compute)
+    }
+
+    fn low(&self, x: Fanout<B, G>, rows: &RowGroups) -> Fanout<B, G> {
+        self.a.shrink(x, rows, self.config.compute).gather_fanout()
     }
 }
 
 impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
     /// The rank's slice `[T, d_out / P]` of the delta of `x [T, d_in / P]`.
     ///
-    /// Call [`embed`](Sharded::embed) on it where the base's output is
-    /// [`Partial`](moe_lora_parallel::Partial), [`gather_from`](Sharded::gather_from) where it is
-    /// [`Replicated`].
+    /// Call [`embed`](Sharded::embed) on it where the base's output is [`Partial`],
+    /// [`gather_from`](Sharded::gather_from) where it is [`Replicated`].
     ///
     /// # Panics
     ///
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsSharded<B, G, Features>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
-        let z = self.a.forward(x, rows).reduce_fanout();
-        self.b.forward(z.map(|z| self.between(z)), rows)
+        let z = self.low(x.into_sharded(), rows);
+        self.b
+            .expand(z, self.config.between(), rows, self.config.compute)
+    }
+
+    /// `base + delta.embed()` in one write into the base's own columns, in place where the buffer has
+    /// no other owner.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn add_to<X: IsSharded<B, G, Features>>(
+        &self,
+        base: Partial<B, G>,
+        x: X,
+        rows: &RowGroups,
+    ) -> Partial<B, G> {
+        let z = self.low(x.into_sharded(), rows);
+        let (between, compute) = (self.config.between(), self.config.compute);
+        self.b.expand_into_term(base, z, between, rows, compute)
+    }
+
+    fn low(&self, x: Sharded<B, G>, rows: &RowGroups) -> Fanout<B, G> {
+        self.a.shrink(x, rows, self.config.compute).reduce_fanout()
     }
 }
 
@@ -228,8 +271,25 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
     ///
     /// When shapes or row groups do not match.
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
-        let z = self.a.forward(x, rows);
-        self.b.forward(z.map(|z| self.between(z)), rows)
+        let (between, compute) = (self.config.between(), self.config.compute);
+        let z = self.a.shrink(x.into_replicated(), rows, compute);
+        self.b.expand(z, between, rows, compute)
+    }
+
+    /// `base` with the delta added, in place where the buffer has no other owner.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match.
+    pub fn add_to<X: IsReplicated<B, G>>(
+        &self,
+        base: Replicated<B, G>,
+        x: X,
+        rows: &RowGroups,
+    ) -> Replicated<B, G> {
+        let (between, compute) = (self.config.between(), self.config.compute);
+        let z = self.a.shrink(x.into_replicated(), rows, compute);
+        self.b.expand_into(base, z, between, rows, compute)
     }
 }
 

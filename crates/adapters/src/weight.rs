@@ -2,15 +2,19 @@
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul, linear};
+use moe_lora_kernels::{
+    Between, Compute, GroupedBackend, Layout, RowGroups, expand, expand_into, grouped_matmul,
+    linear, shrink,
+};
 use moe_lora_parallel::region::{GATHER_FROM, apply};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
-    Ep, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
+    Ep, Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded,
 };
 
 use crate::{ShardAxis, WeightLayout};
@@ -112,6 +116,52 @@ impl<B: GroupedBackend> Weight<B> {
             Self::One(weight) => linear(x, weight.val()),
             Self::PerExpert(weight) => grouped_matmul(x, weight.val(), rows),
         }
+    }
+}
+
+/// A factor of an adapter.
+impl<B: GroupedBackend> Weight<B> {
+    /// The row groups of its products: one weight has one group of all rows.
+    fn groups(&self, rows: &RowGroups, x: &Tensor<B, 2>) -> RowGroups {
+        match self {
+            Self::One(_) => RowGroups::whole(x.dims()[0]),
+            Self::PerExpert(_) => rows.clone(),
+        }
+    }
+
+    fn shrink(
+        &self,
+        x: Tensor<B, 2>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> Tensor<B, 2> {
+        let rows = self.groups(rows, &x);
+        shrink(x, self.stacked(), &rows, layout, compute)
+    }
+
+    fn expand(
+        &self,
+        z: Tensor<B, 2>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Tensor<B, 2> {
+        let rows = self.groups(rows, &z);
+        expand(z, self.stacked(), between, &rows, compute)
+    }
+
+    fn expand_into(
+        &self,
+        base: Tensor<B, 2>,
+        columns: Range<usize>,
+        z: Tensor<B, 2>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Tensor<B, 2> {
+        let rows = self.groups(rows, &z);
+        expand_into(base, columns, z, self.stacked(), between, &rows, compute)
     }
 }
 
@@ -243,6 +293,65 @@ impl<B: AdapterBackend, G: GroupKind> ColumnWeight<B, G> {
         let group = x.group().clone();
         group.shard(self.weight.forward(x.into_tensor(), rows))
     }
+
+    /// As the `A` of an adapter. The ranks gather columns, so the result lies by columns.
+    pub(crate) fn shrink(
+        &self,
+        x: Fanout<B, G>,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Sharded<B, G> {
+        let group = x.group().clone();
+        let x = x.into_tensor();
+        group.shard(self.weight.shrink(x, rows, Layout::ByFeature, compute))
+    }
+
+    /// As the `B` of an adapter.
+    pub(crate) fn expand(
+        &self,
+        z: Fanout<B, G>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Sharded<B, G> {
+        let group = z.group().clone();
+        let z = z.into_tensor();
+        group.shard(self.weight.expand(z, between, rows, compute))
+    }
+
+    /// As the `B` of an adapter, added to local columns of a base that is sharded as it is.
+    pub(crate) fn expand_into_shard(
+        &self,
+        base: Sharded<B, G>,
+        columns: Range<usize>,
+        z: Fanout<B, G>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Sharded<B, G> {
+        let z = z.into_tensor();
+        base.map(|base| {
+            self.weight
+                .expand_into(base, columns, z, between, rows, compute)
+        })
+    }
+
+    /// As the `B` of an adapter, embedded into the rank's own term of the base.
+    pub(crate) fn expand_into_term(
+        &self,
+        base: Partial<B, G>,
+        z: Fanout<B, G>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Partial<B, G> {
+        let z = z.into_tensor();
+        let [width, _] = self.layout.local();
+        base.add_embedded(width, |base, columns| {
+            self.weight
+                .expand_into(base, columns, z, between, rows, compute)
+        })
+    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> RowWeight<B, G> {
@@ -257,6 +366,18 @@ impl<B: AdapterBackend, G: GroupKind> RowWeight<B, G> {
         let group = x.group().clone();
         group.partial(self.weight.forward(x.into_tensor(), rows))
     }
+
+    /// As the `A` of an adapter.
+    pub(crate) fn shrink(
+        &self,
+        x: Sharded<B, G>,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Partial<B, G> {
+        let group = x.group().clone();
+        let x = x.into_tensor();
+        group.partial(self.weight.shrink(x, rows, Layout::ByToken, compute))
+    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> ReplicatedWeight<B, G> {
@@ -267,5 +388,43 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedWeight<B, G> {
     /// When `x` has not `d_in` columns or the groups do not cover its rows.
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
         x.into_replicated().map(|x| self.weight.forward(x, rows))
+    }
+
+    /// As the `A` of an adapter.
+    pub(crate) fn shrink(
+        &self,
+        x: Replicated<B, G>,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Replicated<B, G> {
+        x.map(|x| self.weight.shrink(x, rows, Layout::ByToken, compute))
+    }
+
+    /// As the `B` of an adapter.
+    pub(crate) fn expand(
+        &self,
+        z: Replicated<B, G>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Replicated<B, G> {
+        z.map(|z| self.weight.expand(z, between, rows, compute))
+    }
+
+    /// As the `B` of an adapter, added to the base.
+    pub(crate) fn expand_into(
+        &self,
+        base: Replicated<B, G>,
+        z: Replicated<B, G>,
+        between: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Replicated<B, G> {
+        let z = z.into_tensor();
+        base.map(|base| {
+            let columns = 0..base.dims()[1];
+            self.weight
+                .expand_into(base, columns, z, between, rows, compute)
+        })
     }
 }

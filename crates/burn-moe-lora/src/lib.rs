@@ -63,8 +63,8 @@ pub use moe_lora_parallel as parallel;
 pub mod prelude {
     pub use moe_lora_adapters::{
         Activation, AdapterBackend, ColumnLinear, ColumnLora, Init, LinearConfig, LoraConfig,
-        ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Targets, TrainedWeight,
-        load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
+        ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Strategy, Targets,
+        TrainedWeight, load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,

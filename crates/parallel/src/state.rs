@@ -14,7 +14,7 @@
 //! All values are `[T, n]`: tokens by features.
 
 use std::marker::PhantomData;
-use std::ops::{Add, Mul};
+use std::ops::{Add, Mul, Range};
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
@@ -209,6 +209,29 @@ impl<B: ParallelBackend, G: GroupKind> Fanout<B, G> {
 }
 
 impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
+    /// Adds a shard of `width` columns a rank to the rank's own columns, with `add` doing both the
+    /// embedding and the addition: what `self + shard.embed()` is, without the shard being written
+    /// down first.
+    ///
+    /// # Panics
+    ///
+    /// When the ranks' columns are more than this value has.
+    pub fn add_embedded(
+        self,
+        width: usize,
+        add: impl FnOnce(Tensor<B, 2>, Range<usize>) -> Tensor<B, 2>,
+    ) -> Self {
+        let group = self.group.clone();
+        let base = self.into_tensor();
+        assert_eq!(
+            width * group.size(),
+            base.dims()[1],
+            "shards of {width} columns over {group:?} do not fill the base"
+        );
+        let first = width * group.rank();
+        group.partial(add(base, first..first + width))
+    }
+
     /// Partial -> [`Replicated`]. Forward: all-reduce. Backward: none.
     pub fn reduce_from(self) -> Replicated<B, G> {
         let group = self.group.clone();

@@ -9,6 +9,7 @@
 
 mod conformance;
 mod factors;
+mod kernels;
 mod matrix;
 mod mlp;
 pub mod oracle;
@@ -19,6 +20,7 @@ mod tolerance;
 
 pub use conformance::{Body, Host, conformance};
 pub use factors::{factors, gradient, synced_gradient};
+pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
 pub use mlp::{MlpCase, MlpValues, scale};
 pub use ranks::{Ad, mock, panic_message, ranks};

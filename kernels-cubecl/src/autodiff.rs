@@ -1,0 +1,327 @@
+//! Grouped products under autodiff: the backward pass of each, written by hand.
+
+use std::ops::Range;
+
+use burn::backend::Autodiff;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, TensorMetadata};
+use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+
+use crate::low_rank::Layout;
+use crate::{Between, Compute, GroupedBackend, RowGroups};
+
+/// Operands of a product, each kept only when the other one's gradient needs it.
+type Saved<B> = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, RowGroups);
+
+#[derive(Debug)]
+struct MatmulBackward {
+    transposed: bool,
+}
+
+impl<B: GroupedBackend> Backward<B, 2> for MatmulBackward {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (x, w, groups) = ops.state;
+        let dy = grads.consume::<B>(&ops.node);
+        let [x_node, w_node] = ops.parents;
+        if let (Some(node), Some(w)) = (x_node, w) {
+            let dx = B::grouped_matmul(dy.clone(), w, &groups, !self.transposed);
+            grads.register::<B>(node.id, dx);
+        }
+        if let (Some(node), Some(x)) = (w_node, x) {
+            let dw = if self.transposed {
+                B::grouped_outer(x, dy, &groups)
+            } else {
+                B::grouped_outer(dy, x, &groups)
+            };
+            grads.register::<B>(node.id, dw);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct OuterBackward;
+
+impl<B: GroupedBackend> Backward<B, 2> for OuterBackward {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (p, q, groups) = ops.state;
+        let dz = grads.consume::<B>(&ops.node);
+        let [p_node, q_node] = ops.parents;
+        if let (Some(node), Some(q)) = (p_node, q) {
+            let dp = B::grouped_matmul(q, dz.clone(), &groups, false);
+            grads.register::<B>(node.id, dp);
+        }
+        if let (Some(node), Some(p)) = (q_node, p) {
+            let dq = B::grouped_matmul(p, dz, &groups, true);
+            grads.register::<B>(node.id, dq);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct ShrinkBackward {
+    compute: Compute,
+}
+
+impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (x, a, rows) = ops.state;
+        let dz = grads.consume::<B>(&ops.node);
+        let gradients = B::shrink_backward(dz, x, a, &rows, self.compute);
+        for (node, gradient) in ops.parents.into_iter().zip(gradients) {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+/// What the backward pass of an expansion needs beside `z`: `b` where `z` has a gradient.
+#[derive(Clone, Debug)]
+struct SavedExpand<B: GroupedBackend> {
+    columns: Range<usize>,
+    z: FloatTensor<B>,
+    b: Option<FloatTensor<B>>,
+    between: Between,
+    rows: RowGroups,
+    compute: Compute,
+}
+
+impl<B: GroupedBackend> SavedExpand<B> {
+    fn backward(self, dy: FloatTensor<B>, db: bool) -> [Option<FloatTensor<B>>; 2] {
+        B::expand_backward(
+            dy,
+            self.columns,
+            self.z,
+            self.b,
+            db,
+            self.between,
+            &self.rows,
+            self.compute,
+        )
+    }
+}
+
+#[derive(Debug)]
+struct ExpandBackward;
+
+impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
+    type State = SavedExpand<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dy = grads.consume::<B>(&ops.node);
+        let [z_node, b_node] = ops.parents;
+        let [dz, db] = ops.state.backward(dy, b_node.is_some());
+        for (node, gradient) in [(z_node, dz), (b_node, db)] {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct ExpandIntoBackward;
+
+impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
+    type State = SavedExpand<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 3>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dy = grads.consume::<B>(&ops.node);
+        let [base_node, z_node, b_node] = ops.parents;
+        let [dz, db] = ops.state.backward(dy.clone(), b_node.is_some());
+        for (node, gradient) in [(base_node, Some(dy)), (z_node, dz), (b_node, db)] {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C> {
+    fn grouped_matmul(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        groups: &RowGroups,
+        transposed: bool,
+    ) -> FloatTensor<Self> {
+        let prepared = MatmulBackward { transposed }
+            .prepare::<C>([x.node.clone(), w.node.clone()])
+            .compute_bound()
+            .stateful();
+        match prepared {
+            OpsKind::Tracked(prep) => {
+                let saved = (
+                    w.is_tracked().then(|| x.primitive.clone()),
+                    x.is_tracked().then(|| w.primitive.clone()),
+                    groups.clone(),
+                );
+                prep.finish(
+                    saved,
+                    B::grouped_matmul(x.primitive, w.primitive, groups, transposed),
+                )
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::grouped_matmul(
+                x.primitive,
+                w.primitive,
+                groups,
+                transposed,
+            )),
+        }
+    }
+
+    fn grouped_outer(
+        p: FloatTensor<Self>,
+        q: FloatTensor<Self>,
+        groups: &RowGroups,
+    ) -> FloatTensor<Self> {
+        let prepared = OuterBackward
+            .prepare::<C>([p.node.clone(), q.node.clone()])
+            .compute_bound()
+            .stateful();
+        match prepared {
+            OpsKind::Tracked(prep) => {
+                let saved = (
+                    q.is_tracked().then(|| p.primitive.clone()),
+                    p.is_tracked().then(|| q.primitive.clone()),
+                    groups.clone(),
+                );
+                prep.finish(saved, B::grouped_outer(p.primitive, q.primitive, groups))
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::grouped_outer(p.primitive, q.primitive, groups))
+            }
+        }
+    }
+
+    fn grouped_kernels(device: &Self::Device, dtype: DType, rank: usize) -> Result<(), String> {
+        B::grouped_kernels(device, dtype, rank)
+    }
+
+    fn shrink(
+        x: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let prepared = ShrinkBackward { compute }
+            .prepare::<C>([x.node.clone(), a.node.clone()])
+            .compute_bound()
+            .stateful();
+        match prepared {
+            OpsKind::Tracked(prep) => {
+                let saved = (
+                    a.is_tracked().then(|| x.primitive.clone()),
+                    x.is_tracked().then(|| a.primitive.clone()),
+                    rows.clone(),
+                );
+                prep.finish(
+                    saved,
+                    B::shrink(x.primitive, a.primitive, rows, layout, compute),
+                )
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::shrink(x.primitive, a.primitive, rows, layout, compute))
+            }
+        }
+    }
+
+    fn expand(
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let prepared = ExpandBackward
+            .prepare::<C>([z.node.clone(), b.node.clone()])
+            .compute_bound()
+            .stateful();
+        let [_, d_out, _] = b.primitive.shape().dims();
+        match prepared {
+            OpsKind::Tracked(prep) => {
+                let saved = SavedExpand {
+                    columns: 0..d_out,
+                    z: z.primitive.clone(),
+                    b: z.is_tracked().then(|| b.primitive.clone()),
+                    between: f,
+                    rows: rows.clone(),
+                    compute,
+                };
+                prep.finish(saved, B::expand(z.primitive, b.primitive, f, rows, compute))
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::expand(z.primitive, b.primitive, f, rows, compute))
+            }
+        }
+    }
+
+    fn expand_into(
+        base: FloatTensor<Self>,
+        columns: Range<usize>,
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let prepared = ExpandIntoBackward
+            .prepare::<C>([base.node.clone(), z.node.clone(), b.node.clone()])
+            .compute_bound()
+            .stateful();
+        let saved = SavedExpand {
+            columns: columns.clone(),
+            z: z.primitive.clone(),
+            b: z.is_tracked().then(|| b.primitive.clone()),
+            between: f,
+            rows: rows.clone(),
+            compute,
+        };
+        let y = B::expand_into(
+            base.primitive,
+            columns,
+            z.primitive,
+            b.primitive,
+            f,
+            rows,
+            compute,
+        );
+        match prepared {
+            OpsKind::Tracked(prep) => prep.finish(saved, y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+}

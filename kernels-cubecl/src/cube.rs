@@ -1,0 +1,147 @@
+//! The CubeCL backends: one kernel for the experts together, burn's matmul for each where that is
+//! the better or the only way.
+//!
+//! Two kernels serve the six products of an adapter: [`project`] for the shrink, the expansion and
+//! their input gradients, [`outer`] for the gradients of the factors. Both walk over their sum in
+//! blocks through shared memory ([`stage`]) and multiply with tensor cores or plain units
+//! ([`product`]).
+
+mod activation;
+mod launch;
+mod outer;
+mod plan;
+mod product;
+mod project;
+mod stage;
+mod table;
+mod view;
+
+use std::ops::Range;
+
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, TensorMetadata};
+use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
+
+use crate::low_rank::{Gradients2, Layout, add_columns, between, between_backward, columns_of};
+use crate::{Between, Compute, GroupedBackend, RowGroups, per_expert};
+use launch::{Outer, Project};
+use plan::Precision;
+
+impl<R, F, I, BT> GroupedBackend for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn grouped_kernels(device: &Self::Device, dtype: DType, rank: usize) -> Result<(), String> {
+        plan::supported(&R::client(device), dtype, rank)
+    }
+
+    fn shrink(
+        x: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let rank = a.shape()[1];
+        let Some(precision) = Precision::of(&x, rank, compute) else {
+            return per_expert::matmul::<Self>(x, a, rows, false);
+        };
+        let columns = 0..x.shape()[1];
+        Project::new(x, columns, a, rows).write(layout, precision)
+    }
+
+    fn shrink_backward(
+        dz: FloatTensor<Self>,
+        x: Option<FloatTensor<Self>>,
+        a: Option<FloatTensor<Self>>,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Gradients2<Self> {
+        let rank = dz.shape()[1];
+        let Some(precision) = Precision::of(&dz, rank, compute) else {
+            let dx = a.map(|a| per_expert::matmul::<Self>(dz.clone(), a, rows, true));
+            let da = x.map(|x| per_expert::outer::<Self>(dz, x, rows));
+            return [dx, da];
+        };
+        let dx = a.map(|a| {
+            Project::new(dz.clone(), 0..rank, a, rows)
+                .transposed()
+                .write(Layout::ByToken, precision)
+        });
+        let da = x.map(|x| {
+            let columns = 0..x.shape()[1];
+            Outer::new(dz, x, columns, rows).rank_first().run(precision)
+        });
+        [dx, da]
+    }
+
+    fn expand(
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let rank = z.shape()[1];
+        let Some(precision) = Precision::of(&z, rank, compute) else {
+            return per_expert::matmul::<Self>(between::<Self>(z, f), b, rows, false);
+        };
+        Project::new(z, 0..rank, b, rows)
+            .behind(f)
+            .write(Layout::ByToken, precision)
+    }
+
+    fn expand_into(
+        base: FloatTensor<Self>,
+        columns: Range<usize>,
+        z: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let rank = z.shape()[1];
+        let Some(precision) = Precision::of(&z, rank, compute) else {
+            let part = per_expert::matmul::<Self>(between::<Self>(z, f), b, rows, false);
+            return add_columns::<Self>(base, columns, part);
+        };
+        Project::new(z, 0..rank, b, rows)
+            .behind(f)
+            .add_to(base, columns, precision)
+    }
+
+    fn expand_backward(
+        dy: FloatTensor<Self>,
+        columns: Range<usize>,
+        z: FloatTensor<Self>,
+        b: Option<FloatTensor<Self>>,
+        db: bool,
+        f: Between,
+        rows: &RowGroups,
+        compute: Compute,
+    ) -> Gradients2<Self> {
+        let rank = z.shape()[1];
+        let Some(precision) = Precision::of(&z, rank, compute) else {
+            let dy = columns_of::<Self>(dy, columns);
+            let db = db.then(|| {
+                per_expert::outer::<Self>(dy.clone(), between::<Self>(z.clone(), f), rows)
+            });
+            let dz = b.map(|b| {
+                let grad = per_expert::matmul::<Self>(dy, b, rows, true);
+                between_backward::<Self>(z, grad, f)
+            });
+            return [dz, db];
+        };
+        let dz = b.map(|b| {
+            Project::new(dy.clone(), columns.clone(), b, rows)
+                .transposed()
+                .before(f, z.clone())
+                .write(view::layout(&z), precision)
+        });
+        let db = db.then(|| Outer::new(z, dy, columns, rows).behind(f).run(precision));
+        [dz, db]
+    }
+}

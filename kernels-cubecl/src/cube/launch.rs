@@ -1,0 +1,467 @@
+//! Products of tensors, each one launch (two where a sum is split over cubes).
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::cubecl::prelude::*;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::ops::permute;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::outer::{self, add_parts_kernel, outer_kernel};
+use super::plan::{MAX_RANK, Precision, ROWS, Side, tile, width};
+use super::product::{TensorCores, UNITS, Units};
+use super::project::{self, Finish, project_kernel};
+use super::view::{Stack, View};
+use crate::{Between, Layout, RowGroups};
+
+/// Columns of the output that a cube takes where they are many.
+const COLUMNS: usize = 256;
+/// The same for plain units, and lines of a narrow side.
+const UNIT_COLUMNS: usize = 64;
+/// Columns of the wide side of an outer product that a cube takes.
+const OUTER_COLUMNS: usize = 32;
+
+/// Columns of `x` times the weight of each row's expert.
+pub(crate) struct Project<'a, R: CubeRuntime> {
+    x: CubeTensor<R>,
+    columns: Range<usize>,
+    w: CubeTensor<R>,
+    transposed: bool,
+    /// On `x`, on the way in.
+    behind: Option<Between>,
+    /// On the product, on the way out: the slope at these values.
+    before: Option<(Between, CubeTensor<R>)>,
+    rows: &'a RowGroups,
+}
+
+impl<'a, R: CubeRuntime> Project<'a, R> {
+    pub fn new(
+        x: CubeTensor<R>,
+        columns: Range<usize>,
+        w: CubeTensor<R>,
+        rows: &'a RowGroups,
+    ) -> Self {
+        Self {
+            x,
+            columns,
+            w,
+            transposed: false,
+            behind: None,
+            before: None,
+            rows,
+        }
+    }
+
+    /// `x w` in place of `x w^T`.
+    pub fn transposed(mut self) -> Self {
+        self.transposed = true;
+        self
+    }
+
+    /// Of `f(x)`.
+    pub fn behind(mut self, f: Between) -> Self {
+        self.behind = Some(f);
+        self
+    }
+
+    /// The cotangent of `z` where the product is that of `f(z)`. It takes the layout of `z`.
+    pub fn before(mut self, f: Between, z: CubeTensor<R>) -> Self {
+        self.before = Some((f, z));
+        self
+    }
+
+    fn output_columns(&self) -> usize {
+        let [_, d_out, d_in] = self.w.meta.shape().dims();
+        if self.transposed { d_in } else { d_out }
+    }
+
+    /// `[T, n]`.
+    pub fn write(self, layout: Layout, precision: Precision) -> CubeTensor<R> {
+        let (rows, columns) = (self.rows.all_rows(), self.output_columns());
+        let empty = |shape: [usize; 2]| {
+            empty_device_contiguous_dtype(
+                self.x.client.clone(),
+                self.x.device.clone(),
+                Shape::from(shape),
+                self.x.dtype,
+            )
+        };
+        let out = match layout {
+            Layout::ByToken => empty([rows, columns]),
+            Layout::ByFeature => permute(empty([columns, rows]), &[1, 0]),
+        };
+        self.launch(out, 0..columns, Finish::Write, precision)
+    }
+
+    /// `base` with the product added to its columns, in its own buffer where nobody else has it.
+    pub fn add_to(
+        self,
+        base: CubeTensor<R>,
+        columns: Range<usize>,
+        precision: Precision,
+    ) -> CubeTensor<R> {
+        let [_, all] = base.meta.shape().dims();
+        let strides = base.meta.strides();
+        let by_row = strides[1] == 1 && strides[0] >= all;
+        let base = if by_row && base.can_mut() {
+            base
+        } else {
+            own(base)
+        };
+        self.launch(base, columns, Finish::Add, precision)
+    }
+
+    fn launch(
+        self,
+        out: CubeTensor<R>,
+        out_columns: Range<usize>,
+        finish: Finish,
+        precision: Precision,
+    ) -> CubeTensor<R> {
+        let (rows, n, k) = (self.rows.all_rows(), out_columns.len(), self.columns.len());
+        if rows == 0 || n == 0 {
+            return out;
+        }
+        let (client, device) = (self.x.client.clone(), self.x.device.clone());
+        let elem_size = self.x.elem_size();
+        let x = View::new(self.x, self.columns);
+        let w = Stack::new(self.w);
+        let by_row = super::view::layout(&out) == Layout::ByToken;
+        let target = View::new(out.clone(), out_columns);
+        let (finish, gate) = match &self.before {
+            None => (finish, None),
+            Some((f, z)) => {
+                // The layout of the output is that of z, and so are its places.
+                let z = View::new(z.clone(), 0..n);
+                debug_assert_eq!((z.layout, z.stride), (target.layout, target.stride));
+                (Finish::Slope(f.activation), Some(z))
+            }
+        };
+        let x_inner_k = x.layout == Layout::ByToken;
+        let x_width = width(&client, elem_size, |width| {
+            x_inner_k && x.allows(width) && k.is_multiple_of(width)
+        });
+        let w_inner = if self.transposed { n } else { k };
+        let w_width = width(&client, elem_size, |width| {
+            w.allows(width) && w_inner.is_multiple_of(width)
+        });
+        let out_width = width(&client, elem_size, |width| {
+            precision.step.is_some()
+                && by_row
+                && finish == finish_without_gate(finish)
+                && target.allows(width)
+                && n.is_multiple_of(width)
+        });
+        let tile_n = match precision.step {
+            Some(_) => n.min(COLUMNS),
+            None => n.min(UNIT_COLUMNS),
+        };
+        let sums_width = if by_row { out_width.min(4) } else { 1 };
+        let tile = tile(
+            [ROWS, tile_n, k],
+            Side {
+                inner_k: x_inner_k,
+                width: x_width,
+            },
+            Side {
+                inner_k: !self.transposed,
+                width: w_width,
+            },
+            sums_width,
+            precision,
+        );
+        let grouped = self.rows.experts() != 1 || self.rows.rows() != rows;
+        let plan = project::Plan {
+            blocks: if k <= tile.k { 1 } else { 2 },
+            tile,
+            between: self.behind.map(|f| f.activation),
+            finish,
+            out_by_row: by_row,
+            out_width,
+            grouped,
+        };
+        let f = self.behind.or(self.before.map(|(f, _)| f));
+        let scale = f.map_or(1.0, |f| f.scale) as f32;
+        let (tiles, cubes) = if grouped {
+            let table = self.rows.table::<R>(&client, &device);
+            // SAFETY: the length is that of the table.
+            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
+            (arg, table.tiles)
+        } else {
+            (w.arg(), rows.div_ceil(ROWS))
+        };
+        let count = CubeCount::Static(cubes as u32, n.div_ceil(tile.n) as u32, 1);
+        let address = address_type([x.len(), w.len(), target.len()]);
+        let gate = gate.map_or(w.arg(), |z| z.arg());
+        macro_rules! launch {
+            ($product:ty) => {
+                // SAFETY: the kernel reads x and w and writes the output at rows of the tiles, which
+                // lie inside all_rows, and at columns below k and n, which were checked to fit.
+                unsafe {
+                    project_kernel::launch_unchecked::<$product, R>(
+                        &client,
+                        count,
+                        CubeDim::new_1d(UNITS as u32),
+                        address,
+                        x_width,
+                        w_width,
+                        out_width,
+                        tile.left.shared_width,
+                        tile.right.shared_width,
+                        tile.sums_width,
+                        x.arg(),
+                        w.arg(),
+                        gate,
+                        target.arg(),
+                        tiles,
+                        x.at,
+                        x.stride,
+                        w.expert,
+                        w.stride,
+                        rows,
+                        k,
+                        n,
+                        target.at,
+                        target.stride,
+                        scale,
+                        plan,
+                        [precision.element, precision.block],
+                    )
+                }
+            };
+        }
+        match precision.step {
+            Some(_) => launch!(TensorCores),
+            None => launch!(Units),
+        }
+        out
+    }
+}
+
+/// The product of the transpose of `low [T, r]` with columns of `wide`, for each expert.
+pub(crate) struct Outer<'a, R: CubeRuntime> {
+    low: CubeTensor<R>,
+    wide: CubeTensor<R>,
+    columns: Range<usize>,
+    behind: Option<Between>,
+    rank_first: bool,
+    rows: &'a RowGroups,
+}
+
+impl<'a, R: CubeRuntime> Outer<'a, R> {
+    pub fn new(
+        low: CubeTensor<R>,
+        wide: CubeTensor<R>,
+        columns: Range<usize>,
+        rows: &'a RowGroups,
+    ) -> Self {
+        Self {
+            low,
+            wide,
+            columns,
+            behind: None,
+            rank_first: false,
+            rows,
+        }
+    }
+
+    /// `[E, r, n]` in place of `[E, n, r]`.
+    pub fn rank_first(mut self) -> Self {
+        self.rank_first = true;
+        self
+    }
+
+    /// Of `f(low)`.
+    pub fn behind(mut self, f: Between) -> Self {
+        self.behind = Some(f);
+        self
+    }
+
+    pub fn run(self, precision: Precision) -> CubeTensor<R> {
+        let (experts, n) = (self.rows.experts(), self.columns.len());
+        let [rows, rank] = self.low.meta.shape().dims();
+        let (client, device) = (self.low.client.clone(), self.low.device.clone());
+        let (dtype, elem_size) = (self.low.dtype, self.low.elem_size());
+        let shape = if self.rank_first {
+            [experts, rank, n]
+        } else {
+            [experts, n, rank]
+        };
+        let empty = |shape: Shape, dtype| {
+            empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype)
+        };
+        let out = empty(Shape::from(shape), dtype);
+        if out.meta.num_elements() == 0 {
+            return out;
+        }
+        if rows == 0 {
+            // There is no buffer to read from.
+            return burn_cubecl::ops::numeric::zeros_client(client, device, shape.into(), dtype);
+        }
+        let low = View::new(self.low, 0..rank);
+        let wide = View::by_token(self.wide, self.columns);
+        let low_inner_k = low.layout == Layout::ByFeature;
+        let low_width = width(&client, elem_size, |width| {
+            !low_inner_k && low.allows(width) && rank.is_multiple_of(width)
+        });
+        let wide_width = width(&client, elem_size, |width| {
+            wide.allows(width) && n.is_multiple_of(width)
+        });
+        let lines = match precision.step {
+            Some(_) => rank.min(MAX_RANK),
+            None => rank.min(UNIT_COLUMNS),
+        };
+        let tile = tile(
+            [lines, OUTER_COLUMNS, rows],
+            Side {
+                inner_k: low_inner_k,
+                width: low_width,
+            },
+            Side {
+                inner_k: false,
+                width: wide_width,
+            },
+            1,
+            precision,
+        );
+        let grouped = experts != 1 || self.rows.rows() != rows;
+        let plan = outer::Plan {
+            tile,
+            between: self.behind.map(|f| f.activation),
+            rank_first: self.rank_first,
+            grouped,
+        };
+        let cubes = [n.div_ceil(tile.n), experts * rank.div_ceil(tile.m)];
+        let parts = parts(
+            &client,
+            cubes[0] * cubes[1],
+            rows.div_ceil(experts * tile.k),
+        );
+        let target = if parts == 1 {
+            out.clone()
+        } else {
+            empty(Shape::from([parts, out.meta.num_elements()]), DType::F32)
+        };
+        let target_type = if parts == 1 {
+            precision.element
+        } else {
+            f32::as_type_native_unchecked().storage_type()
+        };
+        let (table, offsets_at) = if grouped {
+            let table = self.rows.table::<R>(&client, &device);
+            // SAFETY: the length is that of the table.
+            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
+            (arg, table.offsets_at)
+        } else {
+            (low.arg(), 0)
+        };
+        let count = CubeCount::Static(cubes[0] as u32, cubes[1] as u32, parts as u32);
+        let elements = target.meta.num_elements();
+        let address = address_type([low.len(), wide.len(), elements]);
+        // SAFETY: the length is the number of elements the buffer was made for.
+        let result = |tensor: &CubeTensor<R>| unsafe {
+            ArrayArg::from_raw_parts(tensor.handle.clone(), tensor.meta.num_elements())
+        };
+        let scale = self.behind.map_or(1.0, |f| f.scale) as f32;
+        macro_rules! launch {
+            ($product:ty) => {
+                // SAFETY: the kernel reads rows between offsets, which lie inside all_rows, and
+                // columns below rank and n; it writes each element of `[parts, E, rank, n]` once.
+                unsafe {
+                    outer_kernel::launch_unchecked::<$product, R>(
+                        &client,
+                        count,
+                        CubeDim::new_1d(UNITS as u32),
+                        address,
+                        low_width,
+                        wide_width,
+                        tile.left.shared_width,
+                        tile.right.shared_width,
+                        1,
+                        low.arg(),
+                        wide.arg(),
+                        result(&target),
+                        table,
+                        offsets_at,
+                        rows,
+                        low.at,
+                        low.stride,
+                        wide.at,
+                        wide.stride,
+                        rank,
+                        n,
+                        experts,
+                        scale,
+                        plan,
+                        [precision.element, precision.block, target_type],
+                    )
+                }
+            };
+        }
+        match precision.step {
+            Some(_) => launch!(TensorCores),
+            None => launch!(Units),
+        }
+        if parts > 1 {
+            let len = out.meta.num_elements();
+            // SAFETY: `parts` arrays of `len` elements are read, `len` elements are written.
+            unsafe {
+                add_parts_kernel::launch_unchecked::<R>(
+                    &client,
+                    CubeCount::Static(len.div_ceil(UNITS) as u32, 1, 1),
+                    CubeDim::new_1d(UNITS as u32),
+                    address,
+                    result(&target),
+                    result(&out),
+                    parts,
+                    len,
+                    precision.element,
+                )
+            }
+        }
+        out
+    }
+}
+
+/// A slope reads one value of `z` at a time.
+fn finish_without_gate(finish: Finish) -> Finish {
+    match finish {
+        Finish::Slope(_) => Finish::Write,
+        finish => finish,
+    }
+}
+
+/// How many cubes share the sum of one output, where the outputs alone would leave half of the
+/// device idle. Each takes at least two blocks.
+fn parts<R: CubeRuntime>(
+    client: &burn_cubecl::cubecl::client::ComputeClient<R>,
+    cubes: usize,
+    blocks: usize,
+) -> usize {
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let processors = processors.unwrap_or(1) as usize;
+    if 2 * cubes > processors {
+        return 1;
+    }
+    (processors / cubes).min(blocks / 2).max(1)
+}
+
+fn address_type(lens: [usize; 3]) -> AddressType {
+    lens.map(AddressType::from_len)
+        .into_iter()
+        .max()
+        .unwrap_or_default()
+}
+
+/// A copy in rows that nobody else has.
+fn own<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let strides = x.meta.strides();
+    let by_row = strides[1] == 1 && strides[0] >= x.meta.shape()[1];
+    if by_row {
+        x.copy()
+    } else {
+        burn_cubecl::kernel::into_contiguous(x)
+    }
+}
