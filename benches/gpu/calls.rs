@@ -110,13 +110,13 @@ impl<B: Cuda> Calls<B> {
         let base = Tensor::from_inner(base);
         let (group, rows) = (&self.group, &self.rows);
         match &self.adapter {
-            Adapter::Row(lora) => {
-                let delta = lora.forward(group.shard(x), rows).embed();
-                (group.partial(base) + delta).into_tensor()
-            }
+            Adapter::Row(lora) => lora
+                .add_to(group.partial(base), group.shard(x), rows)
+                .into_tensor(),
             Adapter::Column(lora) => {
-                let delta = lora.forward(group.fanout(x), rows);
-                (group.shard(base) + delta).into_tensor()
+                let columns = 0..base.dims()[1];
+                lora.add_to(group.shard(base), columns, group.fanout(x), rows)
+                    .into_tensor()
             }
         }
     }

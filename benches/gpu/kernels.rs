@@ -1,13 +1,13 @@
 //! Shrink and expand alone on one GPU, timed on the device.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{Distribution, Tensor, bf16};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
-use burn_moe_lora::kernels::{RowGroups, grouped_matmul};
-use burn_moe_lora::parallel::region::add_into_columns;
+use burn_moe_lora::kernels::{
+    Activation, Between, Compute, Layout, RowGroups, Strategy, expand_into, shrink,
+};
 use serde_json::json;
 
 use crate::case::{FFN, HIDDEN, RANK, RANKS};
@@ -17,23 +17,16 @@ use crate::times::Times;
 
 type B = CubeBackend<CudaRuntime, bf16, i32, u8>;
 
-// The two kernels under test: what a faster entry point replaces.
-
-/// `z = x A^T`: `[T, d_in] -> [T, r]`.
-fn shrink(x: Tensor<B, 2>, a: Tensor<B, 3>, rows: &RowGroups) -> Tensor<B, 2> {
-    grouped_matmul(x, a, rows)
-}
-
-/// `base[:, columns] += z B^T`: `[T, r] -> [T, n]`, in the base's own buffer.
-fn expand(
-    z: Tensor<B, 2>,
-    b: Tensor<B, 3>,
-    base: Tensor<B, 2>,
-    columns: Range<usize>,
-    rows: &RowGroups,
-) -> Tensor<B, 2> {
-    add_into_columns(base, grouped_matmul(z, b, rows), columns)
-}
+/// The kernels' own strategy: a fallback to the per-expert path would go unseen with `Auto`.
+const GROUPED: Compute = Compute {
+    strategy: Strategy::Grouped,
+    tf32: false,
+};
+/// A scale that is applied on the way.
+const BETWEEN: Between = Between {
+    activation: Activation::Identity,
+    scale: 2.0,
+};
 
 /// Launches in one timing. CubeCL waits for the GPU after every 64 uploads from the host, so that a
 /// kernel with one upload a launch could not be issued much further ahead.
@@ -148,7 +141,7 @@ fn measure_shrink(
     };
     measure(gpu, report, &place, |launch| {
         let (x, a) = &sets[launch % sets.len()];
-        shrink(x.clone(), a.clone(), &rows);
+        shrink(x.clone(), a.clone(), &rows, Layout::ByToken, GROUPED);
     });
 }
 
@@ -181,7 +174,16 @@ fn measure_expand(
         let (z, b, base) = &mut sets[turn];
         // Taken, so that the buffer has one owner and can be written.
         let alone = base.take().expect("a base is put back after its turn");
-        let sum = expand(z.clone(), b.clone(), alone, 0..shape.d_out, &rows);
+        let columns = 0..shape.d_out;
+        let sum = expand_into(
+            alone,
+            columns,
+            z.clone(),
+            b.clone(),
+            BETWEEN,
+            &rows,
+            GROUPED,
+        );
         *base = Some(sum);
     });
 }
