@@ -1,13 +1,15 @@
 //! The flags of the main job.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
 
-/// Most ranks of a job: every one is a thread of this process.
+use crate::backend::{BackendKind, TransportKind};
+
+/// Most ranks of a job: each may be a thread of this process.
 const MAX_WORLD: usize = 256;
 
 /// Most bytes of a step over all ranks.
@@ -44,11 +46,23 @@ impl fmt::Display for OptimizerKind {
     }
 }
 
-/// Fine-tunes the experts of a Mixture-of-Experts model with LoRA, each rank a thread of this process.
+/// How ranks start, at the end of the help.
+const RANKS: &str = "\
+Ranks:
+  On the CPU every rank is a thread. With --backend cuda every rank is a GPU, ep * etp of them or --world:
+    finetune --backend cuda --ep 1 --etp 2            one process, a thread for each of the first two GPUs
+    finetune --backend cuda --transport mock          the ranks share one GPU, to try a topology
+  A process for each GPU, with the same secret in MOE_LORA_TOKEN (openssl rand -hex 16) on every rank:
+    torchrun --nproc-per-node 2 --no-python finetune --backend cuda --ep 1 --etp 2
+    srun --ntasks 2 --gpus-per-task 1 --gpu-bind none finetune --backend cuda --ep 1 --etp 2
+  torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, srun SLURM_PROCID, SLURM_NTASKS and
+  SLURM_LOCALID: export MASTER_ADDR, the host of rank 0, and MASTER_PORT before srun.";
+
+/// Fine-tunes the experts of a Mixture-of-Experts model with LoRA, each rank a thread of this process or a GPU.
 ///
-/// Without arguments it trains the model in the repository on the text in the repository, on four ranks.
+/// Without arguments it trains the model in the repository on the text in the repository, on four ranks of the CPU.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "finetune", version)]
+#[command(name = "finetune", version, after_help = RANKS)]
 pub struct Args {
     /// Model directory in hub layout: config.json and safetensors [default: the model in the example's assets]
     #[arg(long, value_name = "DIR", default_value_os_t = asset("qwen3-moe-constitution"), hide_default_value = true)]
@@ -69,6 +83,14 @@ pub struct Args {
     /// Ranks in all, a multiple of ep * etp; the quotient is the data parallelism [default: ep * etp]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub world: Option<usize>,
+
+    /// What the ranks compute on
+    #[arg(long, value_enum, default_value_t = BackendKind::Cpu)]
+    pub backend: BackendKind,
+
+    /// What the ranks communicate over [default: nccl for cuda, mock otherwise]
+    #[arg(long, value_enum)]
+    pub transport: Option<TransportKind>,
 
     /// Training steps
     #[arg(long, value_name = "N", default_value_t = 60, value_parser = positive)]
@@ -114,7 +136,7 @@ pub struct Args {
     )]
     pub seed: u64,
 
-    /// Directory that the adapter is written to, as PEFT files
+    /// Directory that the adapter is written to, as PEFT files, and metrics.jsonl with every step's loss
     #[arg(long, value_name = "DIR", default_value = "target/finetune")]
     pub out: PathBuf,
 
@@ -195,7 +217,7 @@ impl Args {
         );
         ensure!(
             world <= MAX_WORLD,
-            "world={world} is more than the {MAX_WORLD} ranks that run as threads of one process (use fewer ranks)"
+            "world={world} is more than {MAX_WORLD} ranks (use fewer)"
         );
         ensure!(
             batch >= world,
@@ -217,16 +239,26 @@ impl Args {
         })
     }
 
+    /// The transport, that of the backend if none was given.
+    pub fn transport(&self) -> TransportKind {
+        self.transport.unwrap_or(self.backend.default_transport())
+    }
+
     /// The learning rate, that of the optimizer if none was given.
     pub fn learning_rate(&self) -> f64 {
         self.lr.unwrap_or(self.optimizer.default_lr())
     }
 }
 
-fn asset(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .join("assets")
-        .join(path)
+/// A file of the example, under its folder `assets`.
+pub fn asset(path: &str) -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR"));
+    // A binary that was built on another machine is started from the root of the repository.
+    let folder = match built.is_dir() {
+        true => built,
+        false => Path::new("examples/finetune"),
+    };
+    folder.join("assets").join(path)
 }
 
 fn at_least(least: usize, text: &str) -> Result<usize, String> {
@@ -327,7 +359,7 @@ mod tests {
         );
         let huge = usize::MAX.to_string();
         assert!(bad_layout(&["--ep", &huge]).contains("overflows"));
-        assert!(bad_layout(&["--ep", "257"]).starts_with("world=514 is more than the 256 ranks"));
+        assert!(bad_layout(&["--ep", "257"]).starts_with("world=514 is more than 256 ranks"));
         assert!(bad_layout(&["--batch", &huge]).ends_with("(lower --batch or --length)"));
         assert!(refusal(&["--rank", &huge]).contains("is too large (use 4096 or less)"));
     }

@@ -10,7 +10,9 @@ use finetune::job::Job;
 fn main() -> ExitCode {
     match Job::new(Args::parse()).and_then(|job| job.run()) {
         Ok(summary) => {
-            let _ = writeln!(stdout(), "{summary}");
+            if let Some(summary) = summary {
+                let _ = writeln!(stdout(), "{summary}");
+            }
             ExitCode::SUCCESS
         }
         Err(error) => {

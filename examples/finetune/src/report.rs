@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::{OptimizerKind, RankLayout};
+use crate::backend::{BackendKind, TransportKind};
 use crate::merge::MergeReport;
 
 /// What the job is about to do.
@@ -17,6 +18,10 @@ pub struct Banner {
     pub model: PathBuf,
     /// Text file.
     pub text: PathBuf,
+    /// What the ranks compute on.
+    pub backend: BackendKind,
+    /// What they communicate over.
+    pub transport: TransportKind,
     /// How the ranks are laid out.
     pub layout: RankLayout,
     /// Parameters of the adapters, over all ranks and each counted once.
@@ -43,6 +48,7 @@ impl fmt::Display for Banner {
         let share = 100.0 * self.trained as f64 / all.max(1) as f64;
         writeln!(f, "model     {}", self.model.display())?;
         writeln!(f, "text      {}", self.text.display())?;
+        writeln!(f, "backend   {} over {}", self.backend, self.transport)?;
         writeln!(f, "topology  {}", self.layout)?;
         let ranks = self.ranks.iter();
         let ranks: Vec<String> = ranks
@@ -284,6 +290,8 @@ mod tests {
         let banner = Banner {
             model: "model".into(),
             text: "text".into(),
+            backend: BackendKind::Cuda,
+            transport: TransportKind::Nccl,
             layout: RankLayout {
                 world: 4,
                 ep: 2,
@@ -303,6 +311,7 @@ mod tests {
             banner.to_string(),
             "model     model\n\
              text      text\n\
+             backend   cuda over nccl\n\
              topology  4 ranks: ep 2 x etp 2 x expert dp 1\n\
              adapters  rank 8, alpha 16; rank 2, alpha 0.5\n\
              trained   10,000 of 200,000 parameters (5.00%)\n\

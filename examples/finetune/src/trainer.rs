@@ -16,13 +16,27 @@ use crate::moe::MoeBlocks;
 use crate::rank_model::{RankModel, gather_world};
 use crate::text::Batch;
 
+/// A backend that a job can train on: one with autodiff whose inner backend communicates as it does.
+pub trait TrainBackend: AutodiffBackend<InnerBackend = Self::Inner> + AdapterBackend {
+    /// The backend without autodiff.
+    type Inner: ParallelBackend<Base = Self::Base, Device = Self::Device>;
+}
+
+impl<B, I> TrainBackend for B
+where
+    B: AutodiffBackend<InnerBackend = I> + AdapterBackend,
+    I: ParallelBackend<Base = B::Base, Device = B::Device>,
+{
+    type Inner = I;
+}
+
 /// A rank's model and the optimizer that updates its adapters.
 ///
 /// Every rank owns its leaves: ranks that shared a tracked tensor would share a graph and wait for each other for ever.
 pub struct Trainer<B, O>
 where
-    B: AutodiffBackend + AdapterBackend,
-    O: ResumableOptimizer<B::InnerBackend>,
+    B: TrainBackend,
+    O: ResumableOptimizer<B::Inner>,
 {
     /// The model.
     pub model: RankModel<B>,
@@ -31,11 +45,10 @@ where
     device: B::Device,
 }
 
-impl<B, I, O> Trainer<B, O>
+impl<B, O> Trainer<B, O>
 where
-    B: AutodiffBackend<InnerBackend = I> + AdapterBackend,
-    I: ParallelBackend<Base = B::Base, Device = B::Device>,
-    O: ResumableOptimizer<I>,
+    B: TrainBackend,
+    O: ResumableOptimizer<B::Inner>,
 {
     /// Trains `model` with `optimizer` at learning rate `lr`.
     pub fn new(

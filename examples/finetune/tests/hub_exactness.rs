@@ -13,12 +13,12 @@ use burn_moe_lora::interchange::{FactorPair, GateUp, HostTensor, HubModel, PeftA
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{Tensors, fixture, read_tensors, relative_error};
 use finetune::adapter::{AdapterPlan, file_layout, gather_adapter};
-use finetune::job::TrainBackend;
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
+use finetune::ranks::CpuBackend;
 use finetune::text::Batch;
 
-type B = TrainBackend;
+type B = CpuBackend;
 type Inner = burn::backend::Flex;
 
 const TOLERANCE: f32 = 1e-5;

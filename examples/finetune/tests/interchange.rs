@@ -13,14 +13,14 @@ use burn_moe_lora::interchange::{
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{asset, fixture, read_tensors, relative_error};
 use finetune::adapter::{AdapterPlan, file_layout, gather_adapter};
-use finetune::job::TrainBackend;
 use finetune::merge::gather_experts;
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
+use finetune::ranks::CpuBackend;
 use finetune::text::Batch;
 use finetune::trainer::Trainer;
 
-type B = TrainBackend;
+type B = CpuBackend;
 
 const TOPOLOGIES: [(usize, usize); 6] = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)];
 

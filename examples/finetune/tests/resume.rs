@@ -15,14 +15,14 @@ use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::asset;
 use finetune::adapter::AdapterPlan;
-use finetune::job::TrainBackend;
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
+use finetune::ranks::CpuBackend;
 use finetune::text::{Batch, TextDataset};
 use finetune::trainer::Trainer;
 use moe_lora_testkit::saved_tensors;
 
-type B = TrainBackend;
+type B = CpuBackend;
 
 const STEPS: usize = 30;
 const HALF: usize = 15;

@@ -16,13 +16,13 @@ use burn_moe_lora::interchange::{
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{asset, read_json, read_tensors};
 use finetune::adapter::{AdapterPlan, gather_adapter};
-use finetune::job::TrainBackend;
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
+use finetune::ranks::CpuBackend;
 use finetune::text::{Batch, TextDataset};
 use finetune::trainer::Trainer;
 
-type B = TrainBackend;
+type B = CpuBackend;
 
 const MODEL: &str = "qwen3-moe-constitution";
 

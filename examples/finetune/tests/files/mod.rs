@@ -1,11 +1,12 @@
 //! Recorded models and what was recorded of them.
 
 // Every test binary has its own copy of this module and uses a part of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+pub use finetune::args::asset;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
@@ -15,12 +16,6 @@ pub type Tensors = HashMap<String, (Vec<usize>, Vec<f32>)>;
 pub fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/fixtures")
-        .join(path)
-}
-
-pub fn asset(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("assets")
         .join(path)
 }
 
