@@ -219,10 +219,11 @@ impl MockWorld {
         &self,
         f: impl Fn(MockRank) -> Result<T, Box<dyn StdError + Send + Sync>> + Sync,
     ) -> Result<Vec<T>, LaunchError> {
+        let stream = DeviceStream::current();
         let body = |handle: MockRank| {
             supervise();
             let (rank, board) = (handle.rank, handle.board.clone());
-            let outcome = match catch_unwind(AssertUnwindSafe(|| f(handle))) {
+            let outcome = match catch_unwind(AssertUnwindSafe(|| stream.run(|| f(handle)))) {
                 Ok(Ok(value)) => Ok(value),
                 Ok(Err(error)) => Err(LaunchError::from_error(rank, error)),
                 Err(panic) => Err(LaunchError::from_panic(rank, panic)),
@@ -403,6 +404,35 @@ fn first_cause(mut errors: Vec<(usize, LaunchError)>) -> Option<LaunchError> {
     };
     let lowest = errors.iter().position(same).unwrap_or(earliest);
     Some(errors.swap_remove(lowest).1)
+}
+
+/// The CubeCL stream that ranks share on a device.
+///
+/// By default each thread has one of its own, and CubeCL 0.10 does not order everything that two of them
+/// do to one tensor: with a stream each, two ranks on one WGPU device trained to other losses in every
+/// run; on one stream they agree with the CPU to rounding.
+#[derive(Clone, Copy)]
+struct DeviceStream {
+    #[cfg(feature = "cubecl")]
+    id: burn_cubecl::cubecl::stream_id::StreamId,
+}
+
+impl DeviceStream {
+    /// That of this thread.
+    fn current() -> Self {
+        Self {
+            #[cfg(feature = "cubecl")]
+            id: burn_cubecl::cubecl::stream_id::StreamId::current(),
+        }
+    }
+
+    /// Calls `f` with all of its device work on this stream.
+    fn run<T>(self, f: impl FnOnce() -> T) -> T {
+        #[cfg(feature = "cubecl")]
+        return self.id.executes(f);
+        #[cfg(not(feature = "cubecl"))]
+        f()
+    }
 }
 
 /// Calls by rank.
