@@ -54,7 +54,7 @@ Ranks:
     finetune --backend cuda --transport mock          the ranks share one GPU, to try a topology
   A process for each GPU, with the same secret in MOE_LORA_TOKEN (openssl rand -hex 16) on every rank:
     torchrun --nproc-per-node 2 --no-python finetune --backend cuda --ep 1 --etp 2
-    srun --ntasks 2 --gpus-per-task 1 --gpu-bind none finetune --backend cuda --ep 1 --etp 2
+    srun --ntasks 2 --gpus-per-node 2 finetune --backend cuda --ep 1 --etp 2
   torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, srun SLURM_PROCID, SLURM_NTASKS and
   SLURM_LOCALID: export MASTER_ADDR, the host of rank 0, and MASTER_PORT before srun.";
 

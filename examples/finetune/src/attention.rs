@@ -4,6 +4,7 @@ use anyhow::Result;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, activation};
 use burn_moe_lora::interchange::QkNorm;
+use burn_moe_lora::kernels::{GroupedBackend, RowGroups, grouped_matmul};
 
 use crate::config::DenseConfig;
 use crate::linear::Linear;
@@ -30,7 +31,7 @@ pub struct Attention<B: Backend> {
     head_dim: usize,
 }
 
-impl<B: Backend> Attention<B> {
+impl<B: GroupedBackend> Attention<B> {
     /// Reads the projections and norms under `name`, such as `model.layers.0.self_attn`.
     ///
     /// # Errors
@@ -103,11 +104,14 @@ impl<B: Backend> Attention<B> {
         ));
         let v = heads_of(self.v.forward(rows), self.kv_heads, None);
 
-        // The query heads of a group are neighbours, so stacking them along the rows lets one matmul per key head serve
-        // the group and no key or value is copied.
-        let group_rows = self.heads / self.kv_heads * length;
-        let stacked = [batch, self.kv_heads, group_rows, self.head_dim];
-        let scores = q.reshape(stacked).matmul(k.swap_dims(2, 3));
+        // The query heads of a group are neighbours, so stacking them along the rows lets one product per key head serve
+        // the group and no key or value is copied. It is that of the experts, whose f32 is exact on every backend.
+        let (group_rows, groups) = (self.heads / self.kv_heads * length, batch * self.kv_heads);
+        let rows = groups * group_rows;
+        let by_head =
+            RowGroups::new(&vec![group_rows; groups], rows).expect("the heads cover the rows");
+        let keys = k.reshape([groups, length, self.head_dim]);
+        let scores = grouped_matmul(q.reshape([rows, self.head_dim]), keys, &by_head);
         let scores = at_least_f32(scores).mul_scalar((self.head_dim as f64).sqrt().recip());
         let scores = scores.reshape([batch, self.heads, length, length]);
         let future = Tensor::<B, 2, Bool>::tril_mask([length, length], 0, &device)
@@ -115,9 +119,8 @@ impl<B: Backend> Attention<B> {
             .expand([batch, self.heads, length, length]);
         let weights = activation::softmax(scores.mask_fill(future, f32::NEG_INFINITY), 3);
         let weights = back_to(weights, dtype);
-        let mixed = weights
-            .reshape([batch, self.kv_heads, group_rows, length])
-            .matmul(v)
+        let values = v.swap_dims(2, 3).reshape([groups, self.head_dim, length]);
+        let mixed = grouped_matmul(weights.reshape([rows, length]), values, &by_head)
             .reshape([batch, self.heads, length, self.head_dim])
             .swap_dims(1, 2)
             .reshape([batch * length, self.heads * self.head_dim]);

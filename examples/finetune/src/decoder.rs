@@ -3,6 +3,7 @@
 use anyhow::Result;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn_moe_lora::kernels::GroupedBackend;
 
 use crate::attention::Attention;
 use crate::config::DenseConfig;
@@ -20,7 +21,7 @@ pub struct DecoderLayer<B: Backend> {
     block_norm: RmsNorm<B>,
 }
 
-impl<B: Backend> DecoderLayer<B> {
+impl<B: GroupedBackend> DecoderLayer<B> {
     /// Reads the layer under `name`, such as `model.layers.0`.
     ///
     /// # Errors

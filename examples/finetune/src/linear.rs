@@ -3,6 +3,7 @@
 use anyhow::Result;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn_moe_lora::kernels::{GroupedBackend, linear};
 
 use crate::weights::WeightReader;
 
@@ -15,7 +16,7 @@ pub struct Linear<B: Backend> {
     pub bias: Option<Tensor<B, 1>>,
 }
 
-impl<B: Backend> Linear<B> {
+impl<B: GroupedBackend> Linear<B> {
     /// Reads `{name}.weight` and, if `bias` is set, `{name}.bias`.
     ///
     /// # Errors
@@ -47,7 +48,7 @@ impl<B: Backend> Linear<B> {
     /// # Panics
     /// If the last axis of `x` is not `d_in`.
     pub fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
-        let y = x.matmul(self.weight.clone().transpose());
+        let y = linear(x, self.weight.clone());
         match &self.bias {
             Some(bias) => y + bias.clone().unsqueeze(),
             None => y,

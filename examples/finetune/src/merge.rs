@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_moe_lora::adapters::AdapterBackend;
 use burn_moe_lora::interchange::{ExpertWeights, HostTensor, HubModel};
+use burn_moe_lora::kernels::linear;
 use burn_moe_lora::parallel::Mesh;
 
 use crate::adapter::to_host;
@@ -122,8 +123,8 @@ impl Trace {
             .dense
             .forward_with(batch.tensor(device), |layer, tokens| {
                 let block = &model.blocks.layers[layer];
-                let weight = block.router.weight.val().transpose();
-                scores.push(values(tokens.clone().matmul(weight)));
+                let weight = block.router.weight.val();
+                scores.push(values(linear(tokens.clone(), weight)));
                 experts.push(block.router.forward(tokens.clone()).experts);
                 block.forward(tokens, &model.mesh)
             });

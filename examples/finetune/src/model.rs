@@ -3,6 +3,7 @@
 use anyhow::Result;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, module};
+use burn_moe_lora::kernels::GroupedBackend;
 
 use crate::config::DenseConfig;
 use crate::decoder::DecoderLayer;
@@ -25,7 +26,7 @@ pub struct CausalLm<B: Backend> {
     config: DenseConfig,
 }
 
-impl<B: Backend> CausalLm<B> {
+impl<B: GroupedBackend> CausalLm<B> {
     /// Reads every dense weight by its hub name (`model.embed_tokens.weight`, `model.layers.0.self_attn.q_proj.weight`
     /// and so on); with `config.tie` the embedding serves as `lm_head.weight`.
     ///

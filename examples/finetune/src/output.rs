@@ -29,12 +29,12 @@ impl Output<'_> {
     /// # Errors
     /// A folder that cannot be, or holds something else.
     pub fn prepare(&self) -> Result<()> {
-        let adapter = ["adapter_model.safetensors", "adapter_config.json"];
-        prepare(
-            &self.args.out,
-            &[&adapter[..], &[METRICS_FILE]].concat(),
-            "--out",
-        )?;
+        let files = [
+            "adapter_model.safetensors",
+            "adapter_config.json",
+            METRICS_FILE,
+        ];
+        prepare(&self.args.out, &files, "--out")?;
         if let Some(folder) = &self.args.checkpoint {
             prepare(folder, &["manifest.json"], "--checkpoint")?;
             let resumed = self.args.resume.as_deref();

@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 
 use burn_moe_lora::interchange::{GateUp, HubModel, PeftAdapter};
 use files::{asset, read_json, read_tensors};
+use finetune::metrics::read_metrics;
 use tempfile::TempDir;
 
 /// What to do about a loss that is no number before the first step.
@@ -428,6 +429,7 @@ fn folders_in_the_way_of_files_are_refused_before_training() {
     for (flag, name) in [
         ("--out", "adapter_model.safetensors"),
         ("--out", "adapter_config.json"),
+        ("--out", "metrics.jsonl"),
         ("--merged", "model.safetensors"),
         ("--merged", "config.json"),
     ] {
@@ -458,6 +460,48 @@ fn the_merged_model_may_not_overwrite_the_model() {
         );
     }
     assert!(std::fs::read(&path).unwrap() == before, "written over");
+}
+
+#[test]
+fn backends_and_transports_that_are_not_there_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let refusal = |flags: &[&str]| refusal(folder.path(), flags);
+    #[cfg(not(feature = "cuda"))]
+    assert_eq!(
+        refusal(&["--backend", "cuda"]),
+        "this finetune was built without the backend cuda (build it with `cargo build --release -p finetune --features \
+         cuda`)"
+    );
+    assert!(
+        refusal(&["--transport", "nccl"]).ends_with("(add --backend cuda or use --transport mock)")
+    );
+    assert!(!folder.path().join("target").exists());
+}
+
+#[test]
+fn every_step_is_a_line_of_the_metrics_and_a_resumed_run_continues_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--out", "out", "--length", "32", "--batch", "5"];
+    let save = ["--checkpoint", "saved", "--optimizer", "sgd"];
+    let output = succeed(folder.path(), &[&flags[..], &save].concat());
+    assert!(output.contains("backend   cpu over mock\n"), "{output}");
+    let resume = ["--steps", "4", "--resume", "saved", "--optimizer", "sgd"];
+    let resumed = finetune(folder.path(), &[&flags[..], &resume].concat());
+    assert!(resumed.status.success(), "{}", text(&resumed.stderr));
+    let steps = read_metrics(&folder.path().join("out")).unwrap();
+    assert_eq!(
+        steps.iter().map(|m| (m.step, m.tokens)).collect::<Vec<_>>(),
+        [(1, 160), (2, 160), (3, 160), (4, 160)]
+    );
+    let printed = text(&resumed.stderr);
+    for (line, step) in printed.lines().zip(&steps[2..]) {
+        let loss = format!("  loss {:.4}  ", step.loss);
+        assert!(
+            line.contains(&loss) && step.seconds > 0.0,
+            "{line} {step:?}"
+        );
+    }
+    assert_eq!(printed.lines().count(), 2);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_moe_lora::interchange::QkNorm;
+use burn_moe_lora::kernels::GroupedBackend;
 use finetune::config::DenseConfig;
 use finetune::loss::next_byte_loss;
 use finetune::model::CausalLm;
@@ -64,7 +65,7 @@ fn shape_of(config: &DenseConfig, name: &str) -> Vec<usize> {
     }
 }
 
-fn model<B: Backend>(qk_norm: QkNorm) -> CausalLm<B> {
+fn model<B: GroupedBackend>(qk_norm: QkNorm) -> CausalLm<B> {
     let config = config(qk_norm);
     CausalLm::load(&config, &Default::default(), |name| {
         let shape = shape_of(&config, name);
