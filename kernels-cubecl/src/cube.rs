@@ -4,9 +4,10 @@
 //! Two kernels serve the six products of an adapter: [`project`] for the shrink, the expansion and
 //! their input gradients, [`outer`] for the gradients of the factors. Both walk over their sum in
 //! blocks through shared memory ([`stage`]) and multiply with tensor cores or plain units
-//! ([`product`]).
+//! ([`product`]). The per-expert path's f32 products keep all of f32's bits ([`exact`]).
 
 mod activation;
+mod exact;
 mod launch;
 mod outer;
 mod plan;
@@ -34,6 +35,23 @@ where
     I: IntElement,
     BT: BoolElement,
 {
+    fn grouped_matmul(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        groups: &RowGroups,
+        transposed: bool,
+    ) -> FloatTensor<Self> {
+        per_expert::matmul_by::<Self>(x, w, groups, transposed, exact::product::<R, F, I, BT>)
+    }
+
+    fn grouped_outer(
+        p: FloatTensor<Self>,
+        q: FloatTensor<Self>,
+        groups: &RowGroups,
+    ) -> FloatTensor<Self> {
+        per_expert::outer_by::<Self>(p, q, groups, exact::product::<R, F, I, BT>)
+    }
+
     fn grouped_kernels(device: &Self::Device, dtype: DType, rank: usize) -> Result<(), String> {
         plan::supported(&R::client(device), dtype, rank)
     }
@@ -47,7 +65,7 @@ where
     ) -> FloatTensor<Self> {
         let rank = a.shape()[1];
         let Some(precision) = Precision::of(&x, rank, compute) else {
-            return per_expert::matmul::<Self>(x, a, rows, false);
+            return Self::grouped_matmul(x, a, rows, false);
         };
         let columns = 0..x.shape()[1];
         Project::new(x, columns, a, rows).write(layout, precision)
@@ -62,8 +80,8 @@ where
     ) -> Gradients2<Self> {
         let rank = dz.shape()[1];
         let Some(precision) = Precision::of(&dz, rank, compute) else {
-            let dx = a.map(|a| per_expert::matmul::<Self>(dz.clone(), a, rows, true));
-            let da = x.map(|x| per_expert::outer::<Self>(dz, x, rows));
+            let dx = a.map(|a| Self::grouped_matmul(dz.clone(), a, rows, true));
+            let da = x.map(|x| Self::grouped_outer(dz, x, rows));
             return [dx, da];
         };
         let dx = a.map(|a| {
@@ -87,7 +105,7 @@ where
     ) -> FloatTensor<Self> {
         let rank = z.shape()[1];
         let Some(precision) = Precision::of(&z, rank, compute) else {
-            return per_expert::matmul::<Self>(between::<Self>(z, f), b, rows, false);
+            return Self::grouped_matmul(between::<Self>(z, f), b, rows, false);
         };
         Project::new(z, 0..rank, b, rows)
             .behind(f)
@@ -105,7 +123,7 @@ where
     ) -> FloatTensor<Self> {
         let rank = z.shape()[1];
         let Some(precision) = Precision::of(&z, rank, compute) else {
-            let part = per_expert::matmul::<Self>(between::<Self>(z, f), b, rows, false);
+            let part = Self::grouped_matmul(between::<Self>(z, f), b, rows, false);
             return add_columns::<Self>(base, columns, part);
         };
         Project::new(z, 0..rank, b, rows)
@@ -126,11 +144,10 @@ where
         let rank = z.shape()[1];
         let Some(precision) = Precision::of(&z, rank, compute) else {
             let dy = columns_of::<Self>(dy, columns);
-            let db = db.then(|| {
-                per_expert::outer::<Self>(dy.clone(), between::<Self>(z.clone(), f), rows)
-            });
+            let db =
+                db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), rows));
             let dz = b.map(|b| {
-                let grad = per_expert::matmul::<Self>(dy, b, rows, true);
+                let grad = Self::grouped_matmul(dy, b, rows, true);
                 between_backward::<Self>(z, grad, f)
             });
             return [dz, db];

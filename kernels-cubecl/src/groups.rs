@@ -148,6 +148,13 @@ impl RowGroups {
         &self.offsets
     }
 
+    /// The rows of each expert, where all have equally many, at least one, and no row is left over.
+    pub(crate) fn equal_rows(&self) -> Option<usize> {
+        let rows = self.range(0).len();
+        let equal = (0..self.experts()).all(|expert| self.range(expert).len() == rows);
+        (rows > 0 && equal && self.rows() == self.all_rows()).then_some(rows)
+    }
+
     /// # Panics
     ///
     /// When `x [T, k]` and `w [E, n, k]` do not fit each other and these groups.

@@ -1,4 +1,5 @@
-//! The per-expert path: burn's own matmul for each expert, on every backend.
+//! The per-expert path: burn's own matmul for each expert, on every backend. Experts with equally
+//! many rows are one batch.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
@@ -13,27 +14,7 @@ pub(crate) fn matmul<B: Backend>(
     groups: &RowGroups,
     transposed: bool,
 ) -> FloatTensor<B> {
-    let [_, d_out, d_in] = w.shape().dims();
-    let columns = if transposed { d_in } else { d_out };
-    let padding = groups.all_rows() - groups.rows();
-    let padding = (padding > 0).then(|| {
-        let shape = Shape::from([padding, columns]);
-        B::float_zeros(shape, &B::float_device(&x), x.dtype().into())
-    });
-    let parts = (0..groups.experts())
-        .filter(|expert| !groups.range(*expert).is_empty())
-        .map(|expert| {
-            let w = expert_of::<B>(&w, expert);
-            let w = if transposed {
-                w
-            } else {
-                B::float_swap_dims(w, 0, 1)
-            };
-            B::float_matmul(rows_of::<B>(&x, groups, expert), w)
-        })
-        .chain(padding)
-        .collect();
-    concatenate::<B>(parts, Shape::from([groups.all_rows(), columns]), &x)
+    matmul_by::<B>(x, w, groups, transposed, B::float_matmul)
 }
 
 /// `z_e = p_e^T q_e`; `p [T, n]`, `q [T, k]`, `z [E, n, k]`. Zero for an expert without rows.
@@ -42,9 +23,64 @@ pub(crate) fn outer<B: Backend>(
     q: FloatTensor<B>,
     groups: &RowGroups,
 ) -> FloatTensor<B> {
+    outer_by::<B>(p, q, groups, B::float_matmul)
+}
+
+/// As [`matmul`], every product by `product`.
+pub(crate) fn matmul_by<B: Backend>(
+    x: FloatTensor<B>,
+    w: FloatTensor<B>,
+    groups: &RowGroups,
+    transposed: bool,
+    product: impl Fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let [experts, d_out, d_in] = w.shape().dims();
+    let (inner, columns) = if transposed {
+        (d_out, d_in)
+    } else {
+        (d_in, d_out)
+    };
+    let turn = |w, dims: [usize; 2]| match transposed {
+        true => w,
+        false => B::float_swap_dims(w, dims[0], dims[1]),
+    };
+    if let Some(rows) = groups.equal_rows() {
+        let x = B::float_reshape(x, Shape::from([experts, rows, inner]));
+        let y = product(x, turn(w, [1, 2]));
+        return B::float_reshape(y, Shape::from([groups.all_rows(), columns]));
+    }
+    let padding = groups.all_rows() - groups.rows();
+    let padding = (padding > 0).then(|| {
+        let shape = Shape::from([padding, columns]);
+        B::float_zeros(shape, &B::float_device(&x), x.dtype().into())
+    });
+    let parts = (0..groups.experts())
+        .filter(|expert| !groups.range(*expert).is_empty())
+        .map(|expert| {
+            let w = turn(expert_of::<B>(&w, expert), [0, 1]);
+            product(rows_of::<B>(&x, groups, expert), w)
+        })
+        .chain(padding)
+        .collect();
+    concatenate::<B>(parts, Shape::from([groups.all_rows(), columns]), &x)
+}
+
+/// As [`outer`], every product by `product`.
+pub(crate) fn outer_by<B: Backend>(
+    p: FloatTensor<B>,
+    q: FloatTensor<B>,
+    groups: &RowGroups,
+    product: impl Fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
     let [_, d_out] = p.shape().dims();
     let [_, d_in] = q.shape().dims();
-    let parts = (0..groups.experts())
+    let experts = groups.experts();
+    if let Some(rows) = groups.equal_rows() {
+        let p = B::float_reshape(p, Shape::from([experts, rows, d_out]));
+        let q = B::float_reshape(q, Shape::from([experts, rows, d_in]));
+        return product(B::float_swap_dims(p, 1, 2), q);
+    }
+    let parts = (0..experts)
         .map(|expert| {
             let z = if groups.range(expert).is_empty() {
                 B::float_zeros(
@@ -54,12 +90,12 @@ pub(crate) fn outer<B: Backend>(
                 )
             } else {
                 let p = B::float_swap_dims(rows_of::<B>(&p, groups, expert), 0, 1);
-                B::float_matmul(p, rows_of::<B>(&q, groups, expert))
+                product(p, rows_of::<B>(&q, groups, expert))
             };
             B::float_reshape(z, Shape::from([1, d_out, d_in]))
         })
         .collect();
-    concatenate::<B>(parts, Shape::from([groups.experts(), d_out, d_in]), &p)
+    concatenate::<B>(parts, Shape::from([experts, d_out, d_in]), &p)
 }
 
 fn rows_of<B: Backend>(x: &FloatTensor<B>, groups: &RowGroups, expert: usize) -> FloatTensor<B> {

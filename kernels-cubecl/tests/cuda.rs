@@ -19,7 +19,10 @@ const TF32: f64 = 2e-3;
 fn gpu() -> Option<CudaDevice> {
     let required = std::env::var("MOE_LORA_REQUIRE_GPUS").is_ok_and(|n| n != "0");
     let found = std::path::Path::new("/dev/nvidia0").exists();
-    assert!(found || !required, "MOE_LORA_REQUIRE_GPUS is set, there is no GPU");
+    assert!(
+        found || !required,
+        "MOE_LORA_REQUIRE_GPUS is set, there is no GPU"
+    );
     if !found {
         println!("skipped: there is no GPU");
     }
