@@ -163,7 +163,8 @@ proptest! {
             let first = mesh.coordinates().ep * batch.local;
             (0..batch.local).all(|expert| {
                 let mut rows = way.rows().range(expert);
-                rows.all(|row| sent.at(row, 1) == (first + expert) as f64)
+                // No token's column is 0: that row stands for none.
+                rows.all(|row| sent.at(row, 0) == 0.0 || sent.at(row, 1) == (first + expert) as f64)
             })
         });
         prop_assert!(found.into_iter().all(|right| right));
@@ -196,6 +197,36 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn experts_that_no_token_chose_work_on_a_row_of_zeros_that_adds_to_nothing() {
+    for (ep, etp) in [(2, 1), (2, 2)] {
+        let topology = topology(ep, etp, 1);
+        ranks(&mock(topology), topology, |mesh| {
+            // Every token goes to the first expert.
+            let way = Dispatch::plan(&[0, 0], 1, 2, &mesh).unwrap();
+            let chosen = mesh.coordinates().ep == 0;
+            let x = noise(1, 2, COLUMNS).tensor::<Ad>(DType::F64).require_grad();
+            let sent = way.tokens(x.clone()).into_tensor();
+            let rows = if chosen { 2 * ep * etp } else { 1 };
+            assert_eq!(way.rows(), &RowGroups::new(&[rows, 0], rows).unwrap());
+            assert_eq!(sent.dims(), [rows, COLUMNS]);
+            assert_eq!(Matrix::read(sent.clone()).magnitude() > 0.0, chosen);
+            // Terms of the row, and its gradient, go nowhere.
+            let y = match chosen {
+                true => sent,
+                false => sent + 1e6,
+            };
+            let own = y.clone().sum() * if chosen { 0.0 } else { 1e6 };
+            let y = way.combine(mesh.expert_tp().partial(y));
+            let expected = noise(1, 2, COLUMNS).scaled(etp as f64);
+            assert_eq!(Matrix::read(y.clone()), expected);
+            let dx = x.grad(&(y.sum() + own).backward()).unwrap();
+            let ones = Matrix::build(2, COLUMNS, |_, _| 1.0);
+            assert_eq!(Matrix::read(dx), ones.scaled(etp as f64));
+        });
     }
 }
 

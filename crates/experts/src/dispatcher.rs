@@ -3,6 +3,7 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use moe_lora_kernels::{GroupError, RowGroups};
+use moe_lora_parallel::region::{pad, unpad};
 use moe_lora_parallel::{
     Ep, ExpertTp, Fanout, Group, Mesh, ParallelBackend, Partial, Tokens, all_to_all,
 };
@@ -87,8 +88,13 @@ impl<B: ParallelBackend> Dispatch<B> {
         for expert in &expert_of_row {
             rows[*expert] += 1;
         }
+        // Experts that no token chose get a row of zeros: no backend sees a product without rows.
+        let received = expert_of_row.len();
+        if received == 0 {
+            rows[0] = 1;
+        }
         Ok(Self {
-            rows: RowGroups::new(&rows, gathered.iter().sum())?,
+            rows: RowGroups::new(&rows, received.max(1))?,
             ep,
             etp,
             top_k,
@@ -100,7 +106,7 @@ impl<B: ParallelBackend> Dispatch<B> {
         })
     }
 
-    /// Rows by local expert after [`tokens`](Self::tokens).
+    /// Rows by local expert after [`tokens`](Self::tokens); one, of zeros, when none came.
     pub fn rows(&self) -> &RowGroups {
         &self.rows
     }
@@ -129,7 +135,10 @@ impl<B: ParallelBackend> Dispatch<B> {
         self.etp
             .shard_tokens(received, &self.gathered)
             .gather_fanout()
-            .map(|x| select(x, &self.sorted))
+            .map(|x| match self.sorted.is_empty() {
+                true => pad(x, &self.etp),
+                false => select(x, &self.sorted),
+            })
     }
 
     /// Sums the experts' terms over their tensor parallel ranks and brings each row back to where
@@ -140,7 +149,10 @@ impl<B: ParallelBackend> Dispatch<B> {
     /// `[rows, n]` to `[T * K, n]` in the order of `(token, choice)`.
     pub fn combine(&self, y: Partial<B, ExpertTp>) -> Tensor<B, 2> {
         let summed = y
-            .map_linear(|y| select(y, &inverse(&self.sorted)))
+            .map_linear(|y| match self.sorted.is_empty() {
+                true => unpad(y, &self.etp),
+                false => select(y, &inverse(&self.sorted)),
+            })
             .reduce_scatter::<Tokens>(&self.gathered);
         let returned = all_to_all(summed.into_tensor(), &self.ep, &self.recv, &self.send);
         select(returned, &inverse(&self.order))

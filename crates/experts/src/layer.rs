@@ -280,6 +280,9 @@ impl<B: AdapterBackend> MoeLayer<B> {
     /// With dense tensor parallelism the tokens are the rank's sequence-parallel share: no two
     /// ranks bring the same token.
     ///
+    /// On CUDA a rank brings at least one, such as one of zeros that its loss leaves out: CubeCL
+    /// cannot launch kernels on tensors without elements.
+    ///
     /// # Panics
     ///
     /// When shapes do not match, or when a collective fails.

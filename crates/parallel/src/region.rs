@@ -45,6 +45,10 @@ pub enum Movement {
     Embed,
     /// Rows to and from every rank; its transpose is the same with the counts exchanged.
     AllToAll,
+    /// A row of zeros in place of no rows; its transpose is [`Unpad`](Self::Unpad).
+    Pad,
+    /// No rows in place of that row.
+    Unpad,
 }
 
 /// One row of [`TABLE`]: an operation between states with both of its directions.
@@ -155,6 +159,16 @@ impl<B: Backend> Step<B> {
                 B::float_slice_assign(zeros, &place, x)
             }
             Movement::AllToAll => or_raise(collective.all_to_all(x, &self.sizes, &self.recv)),
+            Movement::Pad => {
+                let (mut shape, device) = (x.shape(), B::float_device(&x));
+                shape[0] = 1;
+                B::float_zeros(shape, &device, x.dtype().into())
+            }
+            Movement::Unpad => {
+                let (mut shape, device) = (x.shape(), B::float_device(&x));
+                shape[0] = 0;
+                B::float_empty(shape, &device, x.dtype().into())
+            }
         }
     }
 
@@ -368,6 +382,47 @@ pub fn all_to_all<B: ParallelBackend, G: GroupKind>(
         collective: group.collective().clone(),
     };
     tensor(B::step(primitive(x), &step(send, recv), &step(recv, send)))
+}
+
+/// `[0, n]` as one row of zeros, `[1, n]`. Backward: [`unpad`].
+///
+/// CubeCL cannot launch kernels on tensors without elements. What follows works on the row, which
+/// adds nothing to any gradient as long as [`unpad`] ends its way.
+///
+/// # Panics
+///
+/// When there are rows.
+pub fn pad<B: ParallelBackend, G: GroupKind>(x: Tensor<B, 2>, group: &Group<B, G>) -> Tensor<B, 2> {
+    assert_eq!(x.dims()[0], 0, "a row stands for no rows");
+    stand_in(x, group, [Movement::Pad, Movement::Unpad])
+}
+
+/// The row that stands for none as `[0, n]`, whatever it holds. Backward: [`pad`].
+///
+/// # Panics
+///
+/// When there is not one row.
+pub fn unpad<B: ParallelBackend, G: GroupKind>(
+    x: Tensor<B, 2>,
+    group: &Group<B, G>,
+) -> Tensor<B, 2> {
+    assert_eq!(x.dims()[0], 1, "one row stands for none");
+    stand_in(x, group, [Movement::Unpad, Movement::Pad])
+}
+
+fn stand_in<B: ParallelBackend, G: GroupKind>(
+    x: Tensor<B, 2>,
+    group: &Group<B, G>,
+    movements: [Movement; 2],
+) -> Tensor<B, 2> {
+    let [forward, backward] = movements.map(|movement| Step {
+        movement,
+        dim: 0,
+        sizes: [].into(),
+        recv: [].into(),
+        collective: group.collective().clone(),
+    });
+    tensor(B::step(primitive(x), &forward, &backward))
 }
 
 /// `base` with `shard` added to its columns `columns`, in place where the buffer allows.

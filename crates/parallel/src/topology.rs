@@ -14,7 +14,7 @@ use crate::{GroupName, TopologyError};
 /// assert_eq!(topology.members(GroupName::Ep, 3)?, [1, 3]);
 /// # Ok::<(), moe_lora_parallel::TopologyError>(())
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopologyConfig {
     world: usize,
     tp: usize,
@@ -94,7 +94,7 @@ impl TopologyConfig {
 ///
 /// The two decompositions over one world, the expert one with its own tensor parallel size, are
 /// those of Megatron-LM's `parallel_state.py`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology(TopologyConfig);
 
 /// A rank's position in each of its groups.

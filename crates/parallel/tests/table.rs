@@ -358,7 +358,7 @@ fn exchanged(movement: Movement) -> Movement {
         Movement::Embed => Movement::AllGather,
         Movement::Slice => Movement::ReduceScatter,
         Movement::ReduceScatter => Movement::Slice,
-        Movement::AllToAll => panic!("no row has it"),
+        Movement::AllToAll | Movement::Pad | Movement::Unpad => panic!("no row has it"),
     }
 }
 
@@ -519,7 +519,11 @@ fn finite_differences_find_a_backward_that_misses_the_other_ranks() {
 
 fn recorded(movement: Movement) -> Option<CollectiveOp> {
     match movement {
-        Movement::Identity | Movement::Slice | Movement::Embed => None,
+        Movement::Identity
+        | Movement::Slice
+        | Movement::Embed
+        | Movement::Pad
+        | Movement::Unpad => None,
         Movement::AllReduce => Some(CollectiveOp::AllReduce),
         Movement::AllGather => Some(CollectiveOp::AllGather),
         Movement::ReduceScatter => Some(CollectiveOp::ReduceScatter),
