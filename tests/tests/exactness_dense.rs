@@ -4,42 +4,21 @@
 //! There is one loss, `<y, G>`. Where `y` is replicated every rank runs backward on its own copy
 //! of it, where `y` is sharded on its own slice.
 
-use burn::module::Param;
-use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{
-    Activation, ColumnLinear, Linear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
-    RowLinear, TrainedWeight,
-};
-use moe_lora_experts::{GateUpTargets, MlpConfig, SharedExperts};
+use burn::tensor::DType;
+use moe_lora_adapters::{Activation, LinearConfig, LoraConfig, RowLinear};
+use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::RowGroups;
-use moe_lora_parallel::{
-    CollectiveOp, GroupKind, GroupName, Mesh, MockWorld, Partial, Topology, TopologyConfig, Tp,
-    range_of,
-};
+use moe_lora_parallel::{CollectiveOp, GroupName, MockWorld, Partial, Tp};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
-    ranks, relative_error, scale, shard, unshard,
+    Ad, Axis, Matrix, Mocked, assert_close, assert_far, mock, noise, oracle, ranks, relative_error,
+    scale, shard, unshard,
 };
-
-const TOKENS: usize = 6;
-const D_IN: usize = 8;
-const D_OUT: usize = 12;
-const RANK: usize = 4;
-/// No power of two, so that the scale rounds.
-const ALPHA: f64 = 5.3;
-
-fn tp(size: usize) -> Topology {
-    TopologyConfig::new(size).with_tp(size).init().unwrap()
-}
-
-/// Tokens of each rank where they are sharded: unequal, and none on one of four.
-fn sizes(ranks: usize) -> Vec<usize> {
-    match ranks {
-        1 => vec![TOKENS],
-        2 => vec![4, 2],
-        _ => vec![3, 0, 2, 1],
-    }
-}
+use moe_lora_tests::dense::{
+    ALPHA, COLUMN_AXES, Case, D_IN, D_OUT, Found, RANK, Sum, TOKENS, parts, row_axes, sizes, tp,
+};
+use moe_lora_tests::shared_experts::{
+    HIDDEN, MLP_REDUCTION, WAYS, data, mlp_case, shared_oracle, shared_results,
+};
 
 /// TP, element type and adapter: the plain one, one with a function between its factors, one with
 /// another scale.
@@ -56,195 +35,13 @@ fn grid() -> Vec<(usize, LoraConfig)> {
     grid
 }
 
-// ---- linears -----------------------------------------------------------------------------------
-
-/// A linear with a bias and an adapter, its input and the cotangent of its output, and what one device makes
-/// of them.
-struct Case {
-    x: Matrix,
-    g: Matrix,
-    linear: oracle::Linear,
-    y: Matrix,
-    grads: oracle::LinearGrads,
-    config: LoraConfig,
-}
-
-/// What one rank made of them: output, input gradient, gradients of `A` and `B`.
-struct Found {
-    y: Matrix,
-    dx: Matrix,
-    factors: [Matrix; 2],
-}
-
-impl Case {
-    fn new(config: LoraConfig) -> Self {
-        let (x, g) = (noise(1, TOKENS, D_IN), noise(2, TOKENS, D_OUT));
-        let adapter = oracle::Lora {
-            a: noise(3, RANK, D_IN),
-            b: noise(4, D_OUT, RANK),
-            scale: scale(&config),
-            silu: config.activation == Activation::Silu,
-            first_row: 0,
-        };
-        let linear =
-            oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]).with_bias(noise(6, 1, D_OUT));
-        Self {
-            y: linear.forward(&x),
-            grads: linear.backward(&x, &g),
-            x,
-            g,
-            linear,
-            config,
-        }
-    }
-
-    /// The linear without its adapter.
-    fn base<P: Placement>(&self, mesh: &Mesh<Ad>) -> Linear<Ad, Tp, P> {
-        let device = Default::default();
-        let weight = |_, row, column| self.linear.weight().at(row, column) as f32;
-        let bias = |_, row| self.linear.bias().unwrap().at(0, row) as f32;
-        LinearConfig::new("fc", D_IN, D_OUT)
-            .with_dtype(self.config.dtype)
-            .init(mesh.tp(), weight, &device)
-            .and_then(|linear| linear.with_bias(bias, &device))
-            .unwrap()
-    }
-
-    fn load<G: GroupKind, P: Placement>(&self, lora: &mut Lora<Ad, G, P>) {
-        let oracle::Lora { a, b, .. } = &self.linear.loras()[0];
-        lora.load(&a.to_f32(), &b.to_f32(), &Default::default())
-            .unwrap();
-    }
-
-    /// Backward of `<y, g>` with this rank's `g`.
-    fn finish(
-        &self,
-        x: &Tensor<Ad, 2>,
-        y: Tensor<Ad, 2>,
-        g: &Matrix,
-        factors: [TrainedWeight<'_, Ad>; 2],
-    ) -> Found {
-        let grads = (y.clone() * g.tensor(self.config.dtype)).sum().backward();
-        Found {
-            y: Matrix::read(y),
-            dx: Matrix::read(x.grad(&grads).unwrap()),
-            factors: factors.map(|factor| gradient(factor.weight, &grads).remove(0)),
-        }
-    }
-
-    fn column(&self, mesh: &Mesh<Ad>) -> Found {
-        let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: ColumnLinear<Ad, Tp> = self.base(mesh);
-        self.load(linear.adapt("fc", &self.config, &device).unwrap());
-        let x = self.x.tensor(self.config.dtype).require_grad();
-        let input = group.replicated(x.clone()).copy_to();
-        let y = linear.forward(input, &RowGroups::whole(TOKENS));
-        let g = shard(&self.g, Axis::Columns, group.rank(), group.size());
-        let factors = linear.adapters[0].trained_weights();
-        self.finish(&x, y.into_tensor(), &g, factors)
-    }
-
-    fn row(&self, mesh: &Mesh<Ad>, sum: Sum) -> Found {
-        let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: RowLinear<Ad, Tp> = self.base(mesh);
-        self.load(linear.adapt("fc", &self.config, &device).unwrap());
-        let x = shard(&self.x, Axis::Columns, group.rank(), group.size());
-        let x = x.tensor(self.config.dtype).require_grad();
-        let (input, rows) = (group.shard(x.clone()), RowGroups::whole(TOKENS));
-        let sizes = sizes(group.size());
-        let (y, g) = match sum {
-            Sum::Here => (linear.forward(input, &rows).into_tensor(), self.g.clone()),
-            Sum::ByTheCaller => {
-                let term = linear.forward_suppressed(input, &rows);
-                (term.reduce_from().into_tensor(), self.g.clone())
-            }
-            Sum::OverTokens => {
-                let y = linear.forward_sequence(input, &rows, &sizes);
-                let g = self.g.pick_rows(range_of(&sizes, group.rank()));
-                (y.into_tensor(), g)
-            }
-        };
-        let factors = linear.adapters[0].trained_weights();
-        self.finish(&x, y, &g, factors)
-    }
-
-    fn replicated(&self, mesh: &Mesh<Ad>) -> Found {
-        let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: ReplicatedLinear<Ad, Tp> = self.base(mesh);
-        self.load(linear.adapt("fc", &self.config, &device).unwrap());
-        let x = self.x.tensor(self.config.dtype).require_grad();
-        let y = linear.forward(group.replicated(x.clone()), &RowGroups::whole(TOKENS));
-        let factors = linear.adapters[0].trained_weights();
-        self.finish(&x, y.into_tensor(), &self.g, factors)
-    }
-
-    /// Compares what the ranks found, brought together along the given axes.
-    fn check(&self, name: &str, found: &[Found], axes: [Axis; 4]) {
-        let [y, dx, da, db] = axes;
-        let [expected_a, expected_b] = &self.grads.factors[0];
-        for (what, parts, axis, expected, reduction) in [
-            ("y", parts(found, |f| &f.y), y, &self.y, D_IN + RANK),
-            (
-                "dx",
-                parts(found, |f| &f.dx),
-                dx,
-                &self.grads.dx,
-                D_OUT + RANK,
-            ),
-            (
-                "dA",
-                parts(found, |f| &f.factors[0]),
-                da,
-                expected_a,
-                TOKENS + D_OUT,
-            ),
-            (
-                "dB",
-                parts(found, |f| &f.factors[1]),
-                db,
-                expected_b,
-                TOKENS + D_IN,
-            ),
-        ] {
-            let name = format!(
-                "{name} tp={} {:?} rslora={}: {what}",
-                found.len(),
-                self.config.activation,
-                self.config.rslora
-            );
-            let joined = unshard(&parts, axis);
-            assert_close(&name, &joined, expected, self.config.dtype, reduction);
-        }
-    }
-}
-
-fn parts(found: &[Found], of: impl Fn(&Found) -> &Matrix) -> Vec<Matrix> {
-    found.iter().map(|found| of(found).clone()).collect()
-}
-
-/// How a row-parallel linear's terms come together.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Sum {
-    Here,
-    ByTheCaller,
-    OverTokens,
-}
-
-const COLUMN_AXES: [Axis; 4] = [Axis::Columns, Axis::Whole, Axis::Rows(1), Axis::Rows(1)];
-
-fn row_axes(sum: Sum) -> [Axis; 4] {
-    let y = match sum {
-        Sum::OverTokens => Axis::Tokens,
-        _ => Axis::Whole,
-    };
-    [y, Axis::Columns, Axis::Columns, Axis::Rows(1)]
-}
-
 #[test]
 fn column_parallel_linear_equals_the_folded_weight() {
     for (size, config) in grid() {
         let case = Case::new(config);
-        let found = ranks(&mock(tp(size)), tp(size), |mesh| case.column(&mesh));
+        let found = ranks(&mock(tp(size)), tp(size), |mesh| {
+            case.column(&mesh, &Default::default())
+        });
         case.check("column", &found, COLUMN_AXES);
     }
 }
@@ -254,7 +51,9 @@ fn row_parallel_linear_equals_the_folded_weight_summed_suppressed_and_sequence_p
     for (size, config) in grid() {
         let case = Case::new(config);
         for sum in [Sum::Here, Sum::ByTheCaller, Sum::OverTokens] {
-            let found = ranks(&mock(tp(size)), tp(size), |mesh| case.row(&mesh, sum));
+            let found = ranks(&mock(tp(size)), tp(size), |mesh| {
+                case.row(&mesh, &Default::default(), sum)
+            });
             case.check(&format!("row {sum:?}"), &found, row_axes(sum));
         }
     }
@@ -264,7 +63,9 @@ fn row_parallel_linear_equals_the_folded_weight_summed_suppressed_and_sequence_p
 fn replicated_linear_equals_the_folded_weight_on_every_rank() {
     for (size, config) in grid() {
         let case = Case::new(config);
-        let found = ranks(&mock(tp(size)), tp(size), |mesh| case.replicated(&mesh));
+        let found = ranks(&mock(tp(size)), tp(size), |mesh| {
+            case.replicated(&mesh, &Default::default())
+        });
         case.check("replicated", &found, [Axis::Whole; 4]);
     }
 }
@@ -273,7 +74,9 @@ fn replicated_linear_equals_the_folded_weight_on_every_rank() {
 fn exchanged_shards_a_doubled_scale_and_a_missing_sum_are_seen() {
     let config = LoraConfig::new(RANK, ALPHA).with_dtype(DType::F64);
     let case = Case::new(config);
-    let mut found = ranks(&mock(tp(2)), tp(2), |mesh| case.column(&mesh));
+    let mut found = ranks(&mock(tp(2)), tp(2), |mesh| {
+        case.column(&mesh, &Default::default())
+    });
     found.reverse();
     for (name, of, axis, expected) in [
         ("y", 0, Axis::Columns, &case.y),
@@ -321,8 +124,8 @@ fn a_whole_bias_in_each_rank_s_term_is_seen_and_a_bias_that_cannot_be_cut_refuse
     let bias = case.linear.bias().unwrap();
     let found = ranks(&mock(tp(2)), tp(2), |mesh| {
         let (group, device) = (mesh.tp(), Default::default());
-        let mut linear: RowLinear<Ad, Tp> = case.base(&mesh);
-        case.load(linear.adapt("fc", &case.config, &device).unwrap());
+        let mut linear: RowLinear<Ad, Tp> = case.base(&mesh, &device);
+        case.load(linear.adapt("fc", &case.config, &device).unwrap(), &device);
         linear.bias = None;
         let x = shard(&case.x, Axis::Columns, group.rank(), 2).tensor(DType::F64);
         let term = linear.forward_suppressed(group.shard(x), &RowGroups::whole(TOKENS));
@@ -365,8 +168,8 @@ fn linears_issue_the_collectives_of_the_table_with_r_columns_and_none_alone() {
     let calls = |size: usize, sum: Option<Sum>| {
         let world = mock(tp(size));
         ranks(&world, tp(size), |mesh| match sum {
-            None => case.column(&mesh),
-            Some(sum) => case.row(&mesh, sum),
+            None => case.column(&mesh, &Default::default()),
+            Some(sum) => case.row(&mesh, &Default::default(), sum),
         });
         calls_of(&world)
     };
@@ -427,116 +230,6 @@ fn calls_of(world: &MockWorld) -> Vec<(CollectiveOp, Vec<usize>)> {
 
 // ---- MLP and shared experts --------------------------------------------------------------------
 
-const HIDDEN: usize = 8;
-const INTERMEDIATE: usize = 12;
-/// Additions behind a result of the whole MLP.
-const MLP_REDUCTION: usize = HIDDEN + INTERMEDIATE + 2 * RANK + TOKENS;
-
-/// How the shared experts' sum is placed.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Way {
-    Ordinary,
-    Overlapped,
-    SequenceParallel,
-}
-
-const WAYS: [Way; 3] = [Way::Ordinary, Way::Overlapped, Way::SequenceParallel];
-
-/// Output, input gradient and gradients of all factors of the shared experts on one rank.
-fn shared_rank(
-    case: &MlpCase,
-    mlp: &oracle::Mlp,
-    gate: Option<&Matrix>,
-    mesh: &Mesh<Ad>,
-    way: Way,
-) -> Vec<Matrix> {
-    let (group, device, dtype) = (mesh.tp(), Default::default(), case.config.dtype);
-    let mlp = std::slice::from_ref(mlp);
-    let mut shared = SharedExperts {
-        mlp: MlpConfig::new("shared", HIDDEN, INTERMEDIATE)
-            .with_dtype(dtype)
-            .init(MlpValues::of(mlp).weights(), group, &device)
-            .unwrap(),
-        gate: gate.map(|gate| Param::from_tensor(gate.tensor(dtype)).set_require_grad(false)),
-    };
-    case.adapt(&mut shared.mlp, mlp);
-    let (x, g) = data();
-    let sizes = sizes(group.size());
-    let own = match way {
-        Way::SequenceParallel => range_of(&sizes, group.rank()),
-        _ => 0..TOKENS,
-    };
-    let (x, g) = (x.pick_rows(own.clone()), g.pick_rows(own));
-    let x: Tensor<Ad, 2> = x.tensor(dtype).require_grad();
-    let y = match way {
-        Way::Ordinary => shared.forward(group.replicated(x.clone())).into_tensor(),
-        Way::Overlapped => {
-            let term = shared.forward_overlapped(group.replicated(x.clone()).copy_to());
-            term.reduce_from().into_tensor()
-        }
-        Way::SequenceParallel => {
-            let x = group.shard_tokens(x.clone(), &sizes);
-            shared.forward_sequence(x).into_tensor()
-        }
-    };
-    let grads = (y.clone() * g.tensor(dtype)).sum().backward();
-    let weights = shared.mlp.trained_weights();
-    let mut results = vec![Matrix::read(y), Matrix::read(x.grad(&grads).unwrap())];
-    results.extend(weights.iter().map(|w| gradient(w.weight, &grads).remove(0)));
-    results
-}
-
-fn data() -> (Matrix, Matrix) {
-    (noise(7, TOKENS, HIDDEN), noise(8, TOKENS, HIDDEN))
-}
-
-/// The results of all ranks brought together: output, input gradient, gradients of all factors.
-fn shared_results(
-    case: &MlpCase,
-    mlp: &oracle::Mlp,
-    gate: Option<&Matrix>,
-    size: usize,
-    way: Way,
-) -> Vec<Matrix> {
-    let found = ranks(&mock(tp(size)), tp(size), |mesh| {
-        shared_rank(case, mlp, gate, &mesh, way)
-    });
-    let tokens = match way {
-        Way::SequenceParallel => Axis::Tokens,
-        _ => Axis::Whole,
-    };
-    let axes = [vec![tokens; 2], case.axes()].concat();
-    axes.into_iter()
-        .enumerate()
-        .map(|(k, axis)| {
-            let parts: Vec<Matrix> = found.iter().map(|found| found[k].clone()).collect();
-            unshard(&parts, axis)
-        })
-        .collect()
-}
-
-/// The same of one device.
-fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
-    let (x, g) = data();
-    // A layer without experts of its own.
-    let router = Matrix::zeros(0, HIDDEN);
-    let layer = oracle::Moe {
-        shared: Some(oracle::Shared {
-            mlp: mlp.clone(),
-            gate: gate.cloned(),
-        }),
-        ..oracle::Moe::new(router, oracle::Score::Softmax, 0, Vec::new())
-    };
-    let grads = layer.backward(&x, &g);
-    let mut expected = vec![layer.forward(&x), grads.dx];
-    expected.extend(grads.shared.into_iter().flatten());
-    expected
-}
-
-fn mlp_case(gate_up: GateUpTargets, config: LoraConfig) -> MlpCase {
-    MlpCase::new([HIDDEN, INTERMEDIATE, 1], gate_up, config)
-}
-
 #[test]
 fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_sequence_parallel()
 {
@@ -548,7 +241,8 @@ fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_
                 let gate = gate.as_ref();
                 let expected = shared_oracle(&mlp, gate);
                 // Output, input gradient and gradients of the factors by way of summing.
-                let found = WAYS.map(|way| shared_results(&case, &mlp, gate, size, way));
+                let found =
+                    WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, gate, size, way));
                 for (way, found) in WAYS.iter().zip(&found) {
                     for (k, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         let name = format!(
@@ -570,7 +264,7 @@ fn overlap_and_sequence_parallelism_change_no_result_of_a_shared_expert_at_tp_2(
     let case = mlp_case(GateUpTargets::Fused, LoraConfig::new(RANK, ALPHA));
     let mlp = case.oracle(9).remove(0);
     let [ordinary, overlapped, sequence] =
-        WAYS.map(|way| shared_results(&case, &mlp, None, 2, way));
+        WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, None, 2, way));
     for (k, ordinary) in ordinary.iter().enumerate() {
         for other in [&overlapped[k], &sequence[k]] {
             let error = relative_error(other, ordinary);
@@ -596,8 +290,8 @@ fn a_batch_without_tokens_gives_an_empty_output_and_zero_gradients() {
         let case = Case::new(LoraConfig::new(RANK, ALPHA));
         let found = ranks(&mock(tp(size)), tp(size), |mesh| {
             let (group, device) = (mesh.tp(), Default::default());
-            let mut linear: RowLinear<Ad, Tp> = case.base(&mesh);
-            case.load(linear.adapt("fc", &case.config, &device).unwrap());
+            let mut linear: RowLinear<Ad, Tp> = case.base(&mesh, &device);
+            case.load(linear.adapt("fc", &case.config, &device).unwrap(), &device);
             let x = Matrix::zeros(0, D_IN / group.size());
             let x = x.tensor(DType::F32).require_grad();
             let sizes = vec![0; group.size()];

@@ -4,293 +4,17 @@
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{Activation, ColumnLinear, LinearConfig, LoraConfig, RowLinear, Sharing};
+use moe_lora_adapters::{Activation, LinearConfig, LoraConfig, RowLinear, Sharing};
 use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
-use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig};
+use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, assert_close, assert_far, central_differences, gradient, mock, noise, oracle,
-    panic_message, ranks, scale, shard, unshard,
+    Ad, Axis, Matrix, Mocked, assert_close, assert_far, central_differences, mock, noise, oracle,
+    panic_message, ranks, shard, unshard,
 };
-
-const D_IN: usize = 8;
-const D_OUT: usize = 16;
-const RANK: usize = 4;
-/// No power of two, so that the scale rounds.
-const ALPHA: f64 = 5.3;
-
-/// Rows by expert: none in the middle, at the start, at the end, all on one, none at all, and numbers
-/// that 2 and 4 do not divide.
-const COUNTS: [&[usize]; 7] = [
-    &[5, 0, 3],
-    &[0, 0, 4],
-    &[4, 0, 2],
-    &[3, 2],
-    &[0, 0, 0],
-    &[5],
-    &[1, 6, 0, 1],
-];
-
-fn etp(size: usize) -> Topology {
-    TopologyConfig::new(size).with_etp(size).init().unwrap()
-}
-
-fn groups(counts: &[usize]) -> RowGroups {
-    RowGroups::new(counts, counts.iter().sum()).unwrap()
-}
-
-/// Which linear, and with what adapters.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
-    /// Gate and up under one adapter.
-    Fused,
-    /// Gate and up with an adapter each.
-    Separate,
-    /// A column-parallel linear of one part.
-    Column,
-    /// A row-parallel linear with its collectives suppressed.
-    Row,
-}
-
-const KINDS: [Kind; 4] = [Kind::Fused, Kind::Separate, Kind::Column, Kind::Row];
-
-struct Case {
-    kind: Kind,
-    config: LoraConfig,
-    counts: Vec<usize>,
-    x: Matrix,
-    g: Matrix,
-    experts: Vec<oracle::Linear>,
-}
-
-/// What one rank made of a case; factors by adapter and expert, `A` and `B` in turn.
-struct Found {
-    y: Matrix,
-    dx: Matrix,
-    factors: Vec<Vec<Matrix>>,
-}
-
-/// The same of all ranks together, or of one device.
-struct Result {
-    y: Matrix,
-    dx: Matrix,
-    factors: Vec<Vec<Matrix>>,
-}
-
-impl Case {
-    fn new(kind: Kind, config: LoraConfig, counts: &[usize]) -> Self {
-        let rows = counts.iter().sum();
-        let lora = |expert: usize, k: usize, d_out| {
-            let expert = match config.sharing {
-                Sharing::PerExpert => expert,
-                Sharing::Shared => 0,
-            };
-            let seed = (100 * expert + 10 * k) as u64;
-            oracle::Lora {
-                a: noise(seed + 3, config.rank, D_IN),
-                b: noise(seed + 4, d_out, config.rank),
-                scale: scale(&config),
-                silu: config.activation == Activation::Silu,
-                first_row: k * d_out,
-            }
-        };
-        let expert = |expert: usize| {
-            let loras = match kind {
-                Kind::Separate => vec![lora(expert, 0, D_OUT / 2), lora(expert, 1, D_OUT / 2)],
-                _ => vec![lora(expert, 0, D_OUT)],
-            };
-            oracle::Linear::new(noise(1000 + expert as u64, D_OUT, D_IN), loras)
-        };
-        Self {
-            kind,
-            config,
-            counts: counts.into(),
-            x: noise(1, rows, D_IN),
-            g: noise(2, rows, D_OUT),
-            experts: (0..counts.len()).map(expert).collect(),
-        }
-    }
-
-    /// How the ranks' slices of the output lie.
-    fn fragments(&self) -> usize {
-        match self.kind {
-            Kind::Fused | Kind::Separate => 2,
-            Kind::Column | Kind::Row => 1,
-        }
-    }
-
-    /// The axes of each factor.
-    fn axes(&self) -> Vec<Axis> {
-        match self.kind {
-            Kind::Fused => vec![Axis::Rows(1), Axis::Rows(2)],
-            Kind::Separate => vec![Axis::Rows(1); 4],
-            Kind::Column => vec![Axis::Rows(1); 2],
-            Kind::Row => vec![Axis::Columns, Axis::Rows(1)],
-        }
-    }
-
-    /// The full factor `k` of every expert, or of all of them, end to end.
-    fn factor(&self, lora: usize, of: fn(&oracle::Lora) -> &Matrix) -> Vec<f32> {
-        let experts = match self.config.sharing {
-            Sharing::PerExpert => &self.experts[..],
-            Sharing::Shared => &self.experts[..1],
-        };
-        let values = experts
-            .iter()
-            .map(|expert| of(&expert.loras()[lora]).to_f32());
-        values.collect::<Vec<_>>().concat()
-    }
-
-    fn rank(&self, mesh: &Mesh<Ad>) -> Found {
-        let (group, device) = (mesh.expert_tp(), Default::default());
-        let (dtype, rows) = (self.config.dtype, groups(&self.counts));
-        let config = LinearConfig::new("fc", D_IN, D_OUT)
-            .with_experts(0..self.experts.len())
-            .with_dtype(dtype);
-        let config = match self.kind {
-            Kind::Fused | Kind::Separate => config.with_fragments(["gate", "up"]),
-            _ => config,
-        };
-        let weight = |expert: usize, row: usize, column: usize| {
-            self.experts[expert].weight().at(row, column) as f32
-        };
-        let paths: &[&str] = match self.kind {
-            Kind::Separate => &["gate", "up"],
-            _ => &["fc"],
-        };
-        let load = |k| {
-            let (a, b) = (self.factor(k, |l| &l.a), self.factor(k, |l| &l.b));
-            (a, b)
-        };
-        let slice = |full: &Matrix| shard(full, Axis::Columns, group.rank(), group.size());
-        if self.kind == Kind::Row {
-            let mut linear: RowLinear<Ad, ExpertTp> = config.init(group, weight, &device).unwrap();
-            let (a, b) = load(0);
-            let lora = linear.adapt("fc", &self.config, &device).unwrap();
-            lora.load(&a, &b, &device).unwrap();
-            let x = slice(&self.x).tensor::<Ad>(dtype).require_grad();
-            let y = linear.forward_suppressed(group.shard(x.clone()), &rows);
-            let y = y.reduce_from().into_tensor();
-            let grads = (y.clone() * self.g.tensor(dtype)).sum().backward();
-            let weights = linear.trained_weights();
-            return Found {
-                y: Matrix::read(y),
-                dx: Matrix::read(x.grad(&grads).unwrap()),
-                factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
-            };
-        }
-        let mut linear: ColumnLinear<Ad, ExpertTp> = config.init(group, weight, &device).unwrap();
-        for (k, path) in paths.iter().enumerate() {
-            let (a, b) = load(k);
-            let lora = linear.adapt(path, &self.config, &device).unwrap();
-            lora.load(&a, &b, &device).unwrap();
-        }
-        let x = self.x.tensor::<Ad>(dtype).require_grad();
-        let y = linear.forward(group.replicated(x.clone()).copy_to(), &rows);
-        let y = y.into_tensor();
-        let (rank, size) = (group.rank(), group.size());
-        let g = shard(
-            &self.g.transposed(),
-            Axis::Rows(self.fragments()),
-            rank,
-            size,
-        )
-        .transposed();
-        let grads = (y.clone() * g.tensor(dtype)).sum().backward();
-        let weights = linear.trained_weights();
-        Found {
-            y: Matrix::read(y),
-            dx: Matrix::read(x.grad(&grads).unwrap()),
-            factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
-        }
-    }
-
-    fn found(&self, size: usize) -> Result {
-        self.join(&ranks(&mock(etp(size)), etp(size), |mesh| self.rank(&mesh)))
-    }
-
-    fn join(&self, found: &[Found]) -> Result {
-        let parts = |of: &dyn Fn(&Found) -> Matrix| found.iter().map(of).collect::<Vec<_>>();
-        let (y, dx) = match self.kind {
-            Kind::Row => (
-                unshard(&parts(&|f| f.y.clone()), Axis::Whole),
-                unshard(&parts(&|f| f.dx.clone()), Axis::Columns),
-            ),
-            _ => {
-                let columns = parts(&|f| f.y.transposed());
-                (
-                    unshard(&columns, Axis::Rows(self.fragments())).transposed(),
-                    unshard(&parts(&|f| f.dx.clone()), Axis::Whole),
-                )
-            }
-        };
-        let factors = self.axes().into_iter().enumerate().map(|(k, axis)| {
-            let experts = 0..found[0].factors[k].len();
-            let joined = experts.map(|e| unshard(&parts(&|f| f.factors[k][e].clone()), axis));
-            joined.collect()
-        });
-        Result {
-            y,
-            dx,
-            factors: factors.collect(),
-        }
-    }
-
-    fn expected(&self) -> Result {
-        let rows = groups(&self.counts);
-        let mut result = Result {
-            y: Matrix::zeros(self.x.rows, D_OUT),
-            dx: Matrix::zeros(self.x.rows, D_IN),
-            factors: vec![Vec::new(); self.axes().len()],
-        };
-        for (e, expert) in self.experts.iter().enumerate() {
-            let x = self.x.pick_rows(rows.range(e));
-            let grads = expert.backward(&x, &self.g.pick_rows(rows.range(e)));
-            let start = rows.range(e).start;
-            result.y.add_to_rows(start, &expert.forward(&x));
-            result.dx.add_to_rows(start, &grads.dx);
-            for (k, grad) in grads.factors.into_iter().flatten().enumerate() {
-                match (self.config.sharing, result.factors[k].first_mut()) {
-                    (Sharing::Shared, Some(sum)) => sum.add_to_rows(0, &grad),
-                    _ => result.factors[k].push(grad),
-                }
-            }
-        }
-        result
-    }
-
-    fn name(&self, size: usize) -> String {
-        let (kind, sharing, activation) = (self.kind, self.config.sharing, self.config.activation);
-        format!(
-            "{kind:?} {sharing:?} {activation:?} etp={size} {:?}",
-            self.counts
-        )
-    }
-}
-
-/// Additions behind any result.
-const REDUCTION: usize = D_IN + D_OUT + RANK + 8;
-
-fn check(name: &str, dtype: DType, found: &Result, expected: &Result) {
-    let close = |what: &str, found: &Matrix, expected: &Matrix| {
-        assert_close(
-            &format!("{name}: {what}"),
-            found,
-            expected,
-            dtype,
-            REDUCTION,
-        );
-    };
-    close("y", &found.y, &expected.y);
-    close("dx", &found.dx, &expected.dx);
-    assert_eq!(found.factors.len(), expected.factors.len());
-    for (k, (found, expected)) in found.factors.iter().zip(&expected.factors).enumerate() {
-        assert_eq!(found.len(), expected.len(), "{name}: experts of factor {k}");
-        for (e, (found, expected)) in found.iter().zip(expected).enumerate() {
-            close(&format!("factor {k} of expert {e}"), found, expected);
-        }
-    }
-}
+use moe_lora_tests::grouped::{
+    ALPHA, COUNTS, Case, D_IN, D_OUT, KINDS, Kind, RANK, REDUCTION, check, etp, groups,
+};
 
 #[test]
 fn expert_linears_equal_the_folded_weights_for_every_kind_sharing_and_row_count() {
@@ -304,7 +28,12 @@ fn expert_linears_equal_the_folded_weights_for_every_kind_sharing_and_row_count(
                     let case = Case::new(kind, config, counts);
                     let expected = case.expected();
                     for size in [1, 2, 4] {
-                        check(&case.name(size), dtype, &case.found(size), &expected);
+                        check(
+                            &case.name(size),
+                            dtype,
+                            &case.found::<Ad>(&Mocked, size),
+                            &expected,
+                        );
                     }
                 }
             }
@@ -325,7 +54,7 @@ fn a_function_between_the_factors_of_experts_is_exact_too() {
                 check(
                     &case.name(size),
                     DType::F64,
-                    &case.found(size),
+                    &case.found::<Ad>(&Mocked, size),
                     &case.expected(),
                 );
             }
@@ -337,7 +66,7 @@ fn a_function_between_the_factors_of_experts_is_exact_too() {
 fn the_wrong_experts_the_wrong_halves_and_a_lost_cross_term_are_seen() {
     let config = LoraConfig::new(RANK, ALPHA).with_dtype(DType::F64);
     let case = Case::new(Kind::Fused, config, &[5, 0, 3]);
-    let (found, expected) = (case.found(2), case.expected());
+    let (found, expected) = (case.found::<Ad>(&Mocked, 2), case.expected());
 
     // Expert 0's adapter for every expert.
     let rows = groups(&case.counts);
@@ -375,7 +104,7 @@ fn the_wrong_experts_the_wrong_halves_and_a_lost_cross_term_are_seen() {
         config.with_sharing(Sharing::Shared),
         &[5, 0, 3],
     );
-    let found = case.found(2);
+    let found = case.found::<Ad>(&Mocked, 2);
     let mean = case.expected().factors[0][0].scaled(1.0 / 3.0);
     assert_far("mean over experts", &mean, &found.factors[0][0]);
 }
@@ -385,7 +114,7 @@ fn grouped_outputs_stay_in_the_graph_and_both_experts_of_a_rank_train() {
     for kind in KINDS {
         for size in [1, 2, 4] {
             let case = Case::new(kind, LoraConfig::new(RANK, ALPHA), &[3, 2]);
-            for (k, factor) in case.found(size).factors.iter().enumerate() {
+            for (k, factor) in case.found::<Ad>(&Mocked, size).factors.iter().enumerate() {
                 assert_eq!(factor.len(), 2);
                 for (e, grad) in factor.iter().enumerate() {
                     let name = format!("{kind:?} etp={size} factor {k} of expert {e}");
@@ -401,7 +130,7 @@ fn an_expert_without_tokens_has_a_gradient_of_exact_zeros() {
     for kind in KINDS {
         for size in [1, 2, 4] {
             let case = Case::new(kind, LoraConfig::new(RANK, ALPHA), &[4, 0, 2]);
-            for factor in case.found(size).factors {
+            for factor in case.found::<Ad>(&Mocked, size).factors {
                 assert_eq!(factor[1], Matrix::zeros(factor[1].rows, factor[1].columns));
                 assert!(factor[0].magnitude() > 0.1 && factor[2].magnitude() > 0.1);
             }
@@ -416,7 +145,9 @@ fn no_tokens_at_all_give_an_empty_output_zero_gradients_and_the_same_collectives
             let calls = |counts: &[usize]| {
                 let case = Case::new(kind, LoraConfig::new(RANK, ALPHA), counts);
                 let world = mock(etp(size));
-                let found = case.join(&ranks(&world, etp(size), |mesh| case.rank(&mesh)));
+                let found = case.join(&ranks(&world, etp(size), |mesh| {
+                    case.rank(&mesh, &Default::default())
+                }));
                 let calls = |rank| -> Vec<(GroupName, CollectiveOp)> {
                     let calls = world.calls(rank).into_iter();
                     calls.map(|call| (call.group, call.op)).collect()
@@ -443,7 +174,9 @@ fn collectives_are_those_of_the_table_on_the_expert_group_and_none_alone() {
         let calls = |kind, counts: &[usize]| {
             let case = Case::new(kind, LoraConfig::new(RANK, ALPHA), counts);
             let world = mock(etp(size));
-            ranks(&world, etp(size), |mesh| case.rank(&mesh));
+            ranks(&world, etp(size), |mesh| {
+                case.rank(&mesh, &Default::default())
+            });
             let calls = world.calls(0).into_iter().map(|call| {
                 assert_eq!(
                     (call.group, call.members.len()),
@@ -484,9 +217,14 @@ fn rows_that_no_number_of_ranks_divides_give_the_same_at_every_etp() {
         for counts in [&[5usize, 0, 3][..], &[1, 6, 0, 1]] {
             let config = LoraConfig::new(RANK, ALPHA).with_dtype(DType::F64);
             let case = Case::new(kind, config, counts);
-            let alone = case.found(1);
+            let alone = case.found::<Ad>(&Mocked, 1);
             for size in [2, 4] {
-                check(&case.name(size), DType::F64, &case.found(size), &alone);
+                check(
+                    &case.name(size),
+                    DType::F64,
+                    &case.found::<Ad>(&Mocked, size),
+                    &alone,
+                );
             }
         }
     }

@@ -6,49 +6,19 @@
 
 use std::collections::BTreeMap;
 
-use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{LoraConfig, Sharing, sync_gradients};
-use moe_lora_experts::{
-    GateUpTargets, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
-};
-use moe_lora_parallel::{
-    Call, CollectiveOp, GroupName, Mesh, MockWorld, Topology, TopologyConfig, range_of,
-};
+use burn::tensor::DType;
+use moe_lora_adapters::{LoraConfig, Sharing};
+use moe_lora_experts::{GateUpTargets, MoeConfig, MoeWeights, RouterScore, SharedConfig, WeighAt};
+use moe_lora_parallel::{Call, CollectiveOp, GroupName, Mesh, MockWorld, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, gradient, mock, noise, oracle,
-    ranks, synced_gradient, unshard, unshard_experts,
+    Ad, Axis, Matrix, MlpValues, Mocked, assert_close, assert_far, mock, noise, oracle, ranks,
+    unshard, unshard_experts,
 };
-
-const HIDDEN: usize = 8;
-const INTERMEDIATE: usize = 12;
-const SHARED_INTERMEDIATE: usize = 8;
-const EXPERTS: usize = 4;
-const TOP_K: usize = 2;
-const RANK: usize = 4;
-/// No power of two, so that the scale rounds.
-const ALPHA: f64 = 5.3;
-/// Additions behind any result: both extents, two ranks, experts, choices and tokens.
-const REDUCTION: usize = 60;
+use moe_lora_tests::moe::{
+    Case, EXPERTS, HIDDEN, INTERMEDIATE, Place, RANK, REDUCTION, TOP_K, case, data, place, shared,
+};
 
 const PER_EXPERT: Sharing = Sharing::PerExpert;
-
-// ---- the case ----------------------------------------------------------------------------------
-
-/// Topology and the tokens of each rank.
-#[derive(Clone, Debug)]
-struct Place {
-    topology: Topology,
-    dealt: Vec<usize>,
-}
-
-fn place(tp: usize, ep: usize, etp: usize, dealt: &[usize]) -> Place {
-    let config = TopologyConfig::new(dealt.len());
-    Place {
-        topology: config.with_tp(tp).with_ep(ep).with_etp(etp).init().unwrap(),
-        dealt: dealt.into(),
-    }
-}
 
 /// The grid of the issue, with a rank that has no tokens wherever there are several.
 fn grid() -> Vec<Place> {
@@ -80,298 +50,6 @@ fn dense() -> Vec<Place> {
         place(2, 1, 4, &[3, 0, 4, 2]),
         place(4, 2, 2, &[3, 0, 4, 2]),
     ]
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Case {
-    gate_up: GateUpTargets,
-    config: LoraConfig,
-    score: oracle::Score,
-    weigh_at: WeighAt,
-    shared: Option<SharedConfig>,
-    glu: oracle::Glu,
-    /// Whether router and experts have biases.
-    biased: bool,
-    /// Whether the choice of experts is corrected.
-    corrected: bool,
-    adapted: bool,
-}
-
-fn case(sharing: Sharing, gate_up: GateUpTargets, dtype: DType) -> Case {
-    Case {
-        gate_up,
-        config: LoraConfig::new(RANK, ALPHA)
-            .with_sharing(sharing)
-            .with_dtype(dtype),
-        score: oracle::Score::Renormalized,
-        weigh_at: WeighAt::Output,
-        shared: None,
-        glu: oracle::Glu::Silu,
-        biased: false,
-        corrected: false,
-        adapted: true,
-    }
-}
-
-fn shared(gated: bool, overlap: bool) -> Option<SharedConfig> {
-    Some(SharedConfig {
-        intermediate: SHARED_INTERMEDIATE,
-        gated,
-        overlap,
-    })
-}
-
-/// What all ranks, or one device, make of a case.
-struct Outcome {
-    y: Matrix,
-    dx: Matrix,
-    /// Of the experts' factors: by adapter, `A` and `B` in turn, then by expert.
-    experts: Vec<Vec<Matrix>>,
-    /// Of the shared experts' factors.
-    shared: Vec<Matrix>,
-}
-
-/// What one rank makes of it, the factors' gradients before and after their synchronisation.
-struct Found {
-    y: Matrix,
-    dx: Matrix,
-    own: Vec<Vec<Matrix>>,
-    synced: Vec<Vec<Matrix>>,
-}
-
-impl Case {
-    fn experts(&self) -> MlpCase {
-        MlpCase {
-            glu: self.glu,
-            biased: self.biased,
-            ..MlpCase::new([HIDDEN, INTERMEDIATE, EXPERTS], self.gate_up, self.config)
-        }
-    }
-
-    fn shared_mlp(&self) -> MlpCase {
-        MlpCase {
-            intermediate: SHARED_INTERMEDIATE,
-            experts: 1,
-            ..self.experts()
-        }
-    }
-
-    fn oracle(&self) -> oracle::Moe {
-        let (router, experts) = (noise(1, EXPERTS, HIDDEN), self.experts().oracle(2));
-        oracle::Moe {
-            router_bias: self.biased.then(|| noise(10, 1, EXPERTS)),
-            correction_bias: self.corrected.then(|| noise(11, 1, EXPERTS)),
-            shared: self.shared.map(|shared| oracle::Shared {
-                mlp: self.shared_mlp().oracle(4).remove(0),
-                gate: shared.gated.then(|| noise(6, 1, HIDDEN)),
-            }),
-            ..oracle::Moe::new(router, self.score, TOP_K, experts)
-        }
-    }
-
-    fn layer(&self, moe: &oracle::Moe, mesh: &Mesh<Ad>) -> MoeLayer<Ad> {
-        let router = moe.router.to_f32();
-        let router_bias = moe.router_bias.as_ref().map(Matrix::to_f32);
-        let correction_bias = moe.correction_bias.as_ref().map(Matrix::to_f32);
-        let experts = MlpValues::of(&moe.experts);
-        let shared = moe.shared.as_ref().map(|shared| {
-            let gate = shared.gate.as_ref().map(Matrix::to_f32);
-            (MlpValues::of(std::slice::from_ref(&shared.mlp)), gate)
-        });
-        let weights = MoeWeights {
-            router: &router,
-            router_bias: router_bias.as_deref(),
-            correction_bias: correction_bias.as_deref(),
-            experts: experts.weights(),
-            shared: shared
-                .as_ref()
-                .map(|(mlp, gate)| (mlp.weights(), gate.as_deref())),
-        };
-        let score = match self.score {
-            oracle::Score::Softmax => RouterScore::SoftmaxThenTopK { renormalize: false },
-            oracle::Score::Renormalized => RouterScore::SoftmaxThenTopK { renormalize: true },
-            oracle::Score::TopKFirst => RouterScore::TopKThenSoftmax,
-            oracle::Score::Sigmoid {
-                groups,
-                best,
-                renormalize,
-                scale,
-            } => RouterScore::SigmoidThenTopK {
-                n_group: groups,
-                topk_group: best,
-                renormalize,
-                scaling_factor: scale,
-            },
-        };
-        let mut layer = MoeConfig::new("moe", HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
-            .with_score(score)
-            .with_activation(self.experts().activation())
-            .with_weigh_at(self.weigh_at)
-            .with_shared(self.shared)
-            .with_dtype(self.config.dtype)
-            .init(weights, mesh, &Default::default())
-            .unwrap();
-        if self.adapted {
-            self.experts().adapt(&mut layer.experts, &moe.experts);
-            if let (Some(layer), Some(oracle)) = (&mut layer.shared, &moe.shared) {
-                let mlp = std::slice::from_ref(&oracle.mlp);
-                self.shared_mlp().adapt(&mut layer.mlp, mlp);
-            }
-        }
-        layer
-    }
-
-    /// Forward and backward of a rank's own tokens.
-    fn pass(
-        &self,
-        layer: &MoeLayer<Ad>,
-        mesh: &Mesh<Ad>,
-        dealt: &[usize],
-        between: impl FnOnce(),
-    ) -> (Matrix, Matrix, Gradients) {
-        let dtype = self.config.dtype;
-        let (x, g) = data(dealt.iter().sum());
-        let own = range_of(dealt, mesh.rank());
-        let x = x.pick_rows(own.clone()).tensor::<Ad>(dtype).require_grad();
-        let y = layer.forward(x.clone(), mesh);
-        between();
-        let loss: Tensor<Ad, 1> = (y.clone() * g.pick_rows(own).tensor(dtype)).sum();
-        let grads = loss.backward();
-        let dx = x.grad(&grads).expect("the input has a gradient");
-        (Matrix::read(y), Matrix::read(dx), grads)
-    }
-
-    fn rank(&self, moe: &oracle::Moe, mesh: &Mesh<Ad>, dealt: &[usize]) -> Found {
-        let layer = self.layer(moe, mesh);
-        let (y, dx, grads) = self.pass(&layer, mesh, dealt, || ());
-        let weights = layer.trained_weights();
-        let own = weights.iter().map(|w| gradient(w.weight, &grads)).collect();
-        let grads = GradientsParams::from_grads(grads, &layer);
-        let grads = sync_gradients(&weights, grads, mesh);
-        let synced = weights.iter().map(|w| synced_gradient(w.weight, &grads));
-        Found {
-            y,
-            dx,
-            own,
-            synced: synced.collect(),
-        }
-    }
-
-    fn found(&self, moe: &oracle::Moe, place: &Place) -> Vec<Found> {
-        ranks(&mock(place.topology), place.topology, |mesh| {
-            self.rank(moe, &mesh, &place.dealt)
-        })
-    }
-
-    fn join(&self, found: &[Found], topology: &Topology) -> Outcome {
-        let tokens = |of: fn(&Found) -> &Matrix| {
-            let parts: Vec<Matrix> = found.iter().map(|f| of(f).clone()).collect();
-            unshard(&parts, Axis::Tokens)
-        };
-        let axes = self.experts().axes();
-        let of_rank = |k: usize| -> Vec<Vec<Matrix>> {
-            found.iter().map(|found| found.synced[k].clone()).collect()
-        };
-        let experts = axes.iter().enumerate().map(|(k, axis)| {
-            let mut full = unshard_experts(&of_rank(k), topology, *axis);
-            if self.config.sharing == Sharing::Shared {
-                // Every expert parallel rank holds the one factor and its whole gradient.
-                assert_eq!(full.len(), topology.ep());
-                assert!(full.iter().all(|grad| *grad == full[0]));
-                full.truncate(1);
-            }
-            full
-        });
-        let experts: Vec<_> = experts.collect();
-        let mut shared = Vec::new();
-        if self.shared.is_some() {
-            for (k, axis) in axes.iter().enumerate() {
-                let parts = of_rank(axes.len() + k).concat();
-                let replicas = parts.chunks(topology.tp());
-                let full: Vec<_> = replicas.map(|parts| unshard(parts, *axis)).collect();
-                shared.push(unshard(&full, Axis::Whole));
-            }
-        }
-        assert_eq!(found[0].synced.len(), experts.len() + shared.len());
-        Outcome {
-            y: tokens(|f| &f.y),
-            dx: tokens(|f| &f.dx),
-            experts,
-            shared,
-        }
-    }
-
-    fn expected(&self, moe: &oracle::Moe, tokens: usize) -> Outcome {
-        let (x, g) = data(tokens);
-        let grads = moe.backward(&x, &g);
-        let by_expert: Vec<Vec<Matrix>> = grads
-            .experts
-            .into_iter()
-            .map(|factors| factors.into_iter().flatten().collect())
-            .collect();
-        let experts = (0..by_expert[0].len()).map(|k| {
-            let grads: Vec<Matrix> = by_expert.iter().map(|f| f[k].clone()).collect();
-            match self.config.sharing {
-                Sharing::PerExpert => grads,
-                Sharing::Shared => vec![grads.into_iter().reduce(|a, b| a.plus(&b)).unwrap()],
-            }
-        });
-        Outcome {
-            y: moe.forward(&x),
-            dx: grads.dx,
-            experts: experts.collect(),
-            shared: grads.shared.into_iter().flatten().collect(),
-        }
-    }
-
-    fn check(&self, place: &Place) {
-        let moe = self.oracle();
-        let found = self.join(&self.found(&moe, place), &place.topology);
-        let expected = self.expected(&moe, place.dealt.iter().sum());
-        let t = &place.topology;
-        let name = format!(
-            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?} {:?} biased={} corrected={}",
-            t.tp(),
-            t.ep(),
-            t.etp(),
-            t.world_size(),
-            self.config.sharing,
-            self.gate_up,
-            self.score,
-            self.weigh_at,
-            self.shared,
-            self.glu,
-            self.biased,
-            self.corrected
-        );
-        let close = |what: &str, found: &Matrix, expected: &Matrix| {
-            let name = format!("{name}: {what}");
-            assert_close(&name, found, expected, self.config.dtype, REDUCTION);
-        };
-        close("y", &found.y, &expected.y);
-        close("dx", &found.dx, &expected.dx);
-        assert_eq!(found.experts.len(), expected.experts.len());
-        for (k, (found, expected)) in found.experts.iter().zip(&expected.experts).enumerate() {
-            assert_eq!(found.len(), expected.len());
-            for (e, (found, expected)) in found.iter().zip(expected).enumerate() {
-                close(&format!("factor {k} of expert {e}"), found, expected);
-            }
-        }
-        assert_eq!(found.shared.len(), expected.shared.len());
-        for (k, (found, expected)) in found.shared.iter().zip(&expected.shared).enumerate() {
-            close(
-                &format!("factor {k} of the shared experts"),
-                found,
-                expected,
-            );
-        }
-    }
-}
-
-type Gradients = <Ad as burn::tensor::backend::AutodiffBackend>::Gradients;
-
-fn data(tokens: usize) -> (Matrix, Matrix) {
-    (noise(8, tokens, HIDDEN), noise(9, tokens, HIDDEN))
 }
 
 const KINDS: [(Sharing, GateUpTargets); 4] = [
@@ -406,7 +84,7 @@ fn every_adapter_kind_equals_the_dense_oracle_at_every_topology() {
             for dtype in [DType::F32, DType::F64] {
                 for weigh_at in WEIGH_AT {
                     let case = case(sharing, gate_up, dtype);
-                    Case { weigh_at, ..case }.check(&place);
+                    Case { weigh_at, ..case }.check::<Ad>(&Mocked, &place);
                 }
             }
         }
@@ -424,7 +102,7 @@ fn every_router_score_is_exact_through_the_router_too() {
                     weigh_at,
                     ..case
                 }
-                .check(&place);
+                .check::<Ad>(&Mocked, &place);
             }
         }
     }
@@ -435,7 +113,7 @@ fn shared_experts_are_exact_gated_or_not_and_overlapped_or_not() {
     for place in grid() {
         for shared in shared_kinds() {
             let case = case(PER_EXPERT, GateUpTargets::Separate, DType::F64);
-            Case { shared, ..case }.check(&place);
+            Case { shared, ..case }.check::<Ad>(&Mocked, &place);
         }
     }
 }
@@ -446,7 +124,7 @@ fn shared_experts_are_exact_over_a_dense_group_of_another_size_than_the_experts_
         for shared in shared_kinds() {
             for (sharing, dtype) in [(PER_EXPERT, DType::F64), (Sharing::Shared, DType::F32)] {
                 let case = case(sharing, GateUpTargets::Fused, dtype);
-                Case { shared, ..case }.check(&place);
+                Case { shared, ..case }.check::<Ad>(&Mocked, &place);
             }
         }
     }
@@ -476,7 +154,7 @@ fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
                         shared,
                         ..case
                     };
-                    case.check(&place);
+                    case.check::<Ad>(&Mocked, &place);
                 }
             }
         }
@@ -487,14 +165,14 @@ fn ep_2_with_etp_2_and_tokens_routed_across_equals_one_device() {
 fn gradients_of_experts_are_whole_before_synchronisation_where_experts_have_no_replicas() {
     for place in grid() {
         let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F32);
-        for found in case.found(&case.oracle(), &place) {
+        for found in case.found::<Ad>(&Mocked, &case.oracle(), &place) {
             assert_eq!(found.own, found.synced);
         }
     }
     // With replicas each holds a term alone.
     for place in replicated() {
         let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
-        let found = case.found(&case.oracle(), &place);
+        let found = case.found::<Ad>(&Mocked, &case.oracle(), &place);
         let (own, synced) = (
             Matrix::stack(&found[0].own[0]),
             Matrix::stack(&found[0].synced[0]),
@@ -514,7 +192,7 @@ fn no_tokens_anywhere_and_one_token_alone_are_exact() {
                 dealt: alone,
             };
             for (sharing, gate_up) in KINDS {
-                case(sharing, gate_up, DType::F64).check(&place);
+                case(sharing, gate_up, DType::F64).check::<Ad>(&Mocked, &place);
             }
             let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
             Case {
@@ -522,7 +200,7 @@ fn no_tokens_anywhere_and_one_token_alone_are_exact() {
                 weigh_at: WeighAt::Hidden,
                 ..case
             }
-            .check(&place);
+            .check::<Ad>(&Mocked, &place);
         }
     }
 }
@@ -532,7 +210,7 @@ fn wrong_weights_a_frozen_router_path_and_exchanged_experts_are_seen() {
     let case = case(PER_EXPERT, GateUpTargets::Fused, DType::F64);
     let place = place(1, 2, 2, &[3, 0, 4, 2]);
     let moe = case.oracle();
-    let found = case.found(&moe, &place);
+    let found = case.found::<Ad>(&Mocked, &moe, &place);
     let outcome = case.join(&found, &place.topology);
 
     let other = |score| oracle::Moe {
@@ -644,7 +322,7 @@ fn gpt_oss_blocks_equal_the_dense_oracle_at_every_topology() {
     for place in grid().into_iter().chain(replicated()) {
         for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             for dtype in [DType::F32, DType::F64] {
-                gpt_oss(gate_up, dtype).check(&place);
+                gpt_oss(gate_up, dtype).check::<Ad>(&Mocked, &place);
             }
         }
     }
@@ -672,7 +350,7 @@ fn deepseek_blocks_equal_the_dense_oracle_at_every_topology() {
     for place in grid().into_iter().chain(replicated()).chain(dense()) {
         for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             for (dtype, renormalize) in [(DType::F32, true), (DType::F64, false)] {
-                deepseek(gate_up, dtype, renormalize).check(&place);
+                deepseek(gate_up, dtype, renormalize).check::<Ad>(&Mocked, &place);
             }
         }
     }
@@ -690,7 +368,7 @@ fn an_expert_without_tokens_is_exact_in_either_family() {
         bias.unwrap().values[EXPERTS - 1] = -64.0;
         assert!(choices(&moe).concat().iter().all(|e| *e != EXPERTS - 1));
         for place in grid() {
-            let found = base.join(&base.found(&moe, &place), &place.topology);
+            let found = base.join(&base.found::<Ad>(&Mocked, &moe, &place), &place.topology);
             let expected = base.expected(&moe, 9);
             let close = |what: &str, found: &Matrix, expected: &Matrix| {
                 let name = format!("{:?}: {what}", place.topology);
@@ -711,7 +389,7 @@ fn a_bias_counted_on_every_rank_or_dropped_and_a_missing_clamp_are_seen() {
     let case = gpt_oss(GateUpTargets::Fused, DType::F64);
     let place = place(1, 1, 2, &[2, 7]);
     let moe = case.oracle();
-    let outcome = case.join(&case.found(&moe, &place), &place.topology);
+    let outcome = case.join(&case.found::<Ad>(&Mocked, &moe, &place), &place.topology);
     let (x, g) = data(9);
 
     let with_down_bias = |times: f64| {
@@ -756,7 +434,7 @@ fn a_correction_that_leaks_into_the_weights_or_is_missing_is_seen() {
     let case = deepseek(GateUpTargets::Fused, DType::F64, true);
     let place = place(1, 2, 1, &[9, 0]);
     let moe = case.oracle();
-    let outcome = case.join(&case.found(&moe, &place), &place.topology);
+    let outcome = case.join(&case.found::<Ad>(&Mocked, &moe, &place), &place.topology);
     let (x, _) = data(9);
     let uncorrected = oracle::Moe {
         correction_bias: None,
@@ -911,7 +589,7 @@ fn a_zero_adapter_is_bit_identical_to_the_layer_without_one() {
                     let pass = |adapted: bool| {
                         let topology = place.topology;
                         ranks(&mock(topology), topology, |mesh| {
-                            let mut layer = case.layer(&moe, &mesh);
+                            let mut layer = case.layer(&moe, &mesh, &Default::default());
                             if adapted {
                                 // A starts Kaiming, B at zero.
                                 let targets = layer.targets(gate_up);
@@ -919,7 +597,8 @@ fn a_zero_adapter_is_bit_identical_to_the_layer_without_one() {
                                 layer.adapt(&targets, &case.config, &device).unwrap();
                                 assert!(!layer.trained_weights().is_empty());
                             }
-                            let (y, dx, _) = case.pass(&layer, &mesh, &place.dealt, || ());
+                            let (y, dx, _) =
+                                case.pass(&layer, &mesh, &Default::default(), &place.dealt, || ());
                             (y, dx)
                         })
                     };
@@ -940,7 +619,7 @@ fn ep_without_etp_suppresses_the_sum_and_adapters_add_no_collectives_there() {
                 weigh_at,
                 ..case(sharing, gate_up, DType::F64)
             };
-            case.check(&place);
+            case.check::<Ad>(&Mocked, &place);
             let bare = Case {
                 adapted: false,
                 ..case
@@ -980,9 +659,9 @@ fn calls(case: &Case, place: &Place) -> Vec<Passes> {
     let moe = case.oracle();
     let world: MockWorld = mock(place.topology);
     let middles = ranks(&world, place.topology, |mesh| {
-        let layer = case.layer(&moe, &mesh);
+        let layer = case.layer(&moe, &mesh, &Default::default());
         let mut middle = 0;
-        case.pass(&layer, &mesh, &place.dealt, || {
+        case.pass(&layer, &mesh, &Default::default(), &place.dealt, || {
             middle = world.calls(mesh.rank()).len();
         });
         middle

@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
 use moe_lora_parallel::{Collective, CollectiveError, GroupName, Transport, range_of};
+
+use crate::Matrix;
 
 type Group<B> = Arc<dyn Collective<B>>;
 
@@ -76,8 +78,14 @@ impl Host {
 
     /// The values as a tensor.
     pub fn tensor<B: Backend>(&self, device: &B::Device, dtype: DType) -> FloatTensor<B> {
-        let data = TensorData::new(self.values.clone(), self.shape);
-        Tensor::<B, 2>::from_data(data, (device, dtype))
+        let [rows, columns] = self.shape;
+        let matrix = Matrix {
+            rows,
+            columns,
+            values: self.values.clone(),
+        };
+        matrix
+            .tensor_on::<B>(device, dtype)
             .into_primitive()
             .tensor()
     }
@@ -90,12 +98,12 @@ impl Host {
     pub fn read<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> Self {
         let tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(tensor));
         assert_eq!(tensor.dtype(), dtype);
-        let shape = tensor.dims();
-        // A GPU has nothing to read where there are no elements.
-        let values = match shape.contains(&0) {
-            true => Vec::new(),
-            false => tensor.into_data().iter::<f64>().collect(),
-        };
+        let Matrix {
+            rows,
+            columns,
+            values,
+        } = Matrix::read(tensor);
+        let shape = [rows, columns];
         Self { shape, values }
     }
 }

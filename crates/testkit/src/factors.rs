@@ -1,12 +1,11 @@
 //! Reading trained factors and their gradients, one matrix an expert.
 
-use burn::backend::Flex;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use moe_lora_adapters::Weight;
 
-use crate::{Ad, Matrix};
+use crate::Matrix;
 
 /// The local values of a factor: one matrix a local expert, or one.
 pub fn factors<B: Backend>(weight: &Weight<B>) -> Vec<Matrix> {
@@ -18,7 +17,7 @@ pub fn factors<B: Backend>(weight: &Weight<B>) -> Vec<Matrix> {
 /// # Panics
 ///
 /// When it has none: a factor that saw no tokens has a gradient of zeros.
-pub fn gradient(weight: &Weight<Ad>, grads: &<Ad as AutodiffBackend>::Gradients) -> Vec<Matrix> {
+pub fn gradient<B: AutodiffBackend>(weight: &Weight<B>, grads: &B::Gradients) -> Vec<Matrix> {
     match weight {
         Weight::One(param) => param.val().grad(grads).map(|grad| vec![Matrix::read(grad)]),
         Weight::PerExpert(param) => param.val().grad(grads).map(experts),
@@ -31,12 +30,15 @@ pub fn gradient(weight: &Weight<Ad>, grads: &<Ad as AutodiffBackend>::Gradients)
 /// # Panics
 ///
 /// When it has none.
-pub fn synced_gradient(weight: &Weight<Ad>, grads: &GradientsParams) -> Vec<Matrix> {
+pub fn synced_gradient<B: AutodiffBackend>(
+    weight: &Weight<B>,
+    grads: &GradientsParams,
+) -> Vec<Matrix> {
     match weight {
         Weight::One(param) => grads
-            .get::<Flex, 2>(param.id)
+            .get::<B::InnerBackend, 2>(param.id)
             .map(|grad| vec![Matrix::read(grad)]),
-        Weight::PerExpert(param) => grads.get::<Flex, 3>(param.id).map(experts),
+        Weight::PerExpert(param) => grads.get::<B::InnerBackend, 3>(param.id).map(experts),
     }
     .expect("a factor is without gradient")
 }

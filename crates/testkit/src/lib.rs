@@ -23,7 +23,10 @@ pub use factors::{factors, gradient, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
 pub use mlp::{MlpCase, MlpValues, scale};
-pub use ranks::{Ad, mock, panic_message, ranks};
+pub use ranks::{Ad, Mocked, Ranks, TrainingBackend, mock, panic_message, ranks};
 pub use saved::saved_tensors;
 pub use shard::{Axis, shard, unshard, unshard_experts};
-pub use tolerance::{assert_close, assert_far, epsilon, limit, relative_error, tolerance};
+pub use tolerance::{
+    assert_all_close, assert_close, assert_far, epsilon, error, limit, norm_error, relative_error,
+    tolerance,
+};

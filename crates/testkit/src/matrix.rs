@@ -142,19 +142,33 @@ impl Matrix {
         self.values.iter().map(exact).collect()
     }
 
-    /// As a tensor of `dtype`.
+    /// As a tensor of `dtype` on the default device.
     pub fn tensor<B: Backend>(&self, dtype: DType) -> Tensor<B, 2> {
-        let data = TensorData::new(self.values.clone(), [self.rows, self.columns]);
-        Tensor::from_data(data, (&B::Device::default(), dtype))
+        self.tensor_on(&Default::default(), dtype)
+    }
+
+    /// As a tensor of `dtype`.
+    pub fn tensor_on<B: Backend>(&self, device: &B::Device, dtype: DType) -> Tensor<B, 2> {
+        let shape = [self.rows, self.columns];
+        if shape.contains(&0) {
+            // CubeCL cannot copy nothing to a GPU.
+            return Tensor::empty(shape, (device, dtype));
+        }
+        Tensor::from_data(TensorData::new(self.values.clone(), shape), (device, dtype))
     }
 
     /// From a tensor of any float dtype.
     pub fn read<B: Backend>(tensor: Tensor<B, 2>) -> Self {
         let [rows, columns] = tensor.dims();
+        let values = match rows * columns {
+            // Nor nothing from it.
+            0 => Vec::new(),
+            _ => tensor.into_data().iter::<f64>().collect(),
+        };
         Self {
             rows,
             columns,
-            values: tensor.into_data().iter::<f64>().collect(),
+            values,
         }
     }
 }

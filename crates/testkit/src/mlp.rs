@@ -1,10 +1,10 @@
 //! MLPs with adapters, once for the oracle and once for the library.
 
-use moe_lora_adapters::{Activation, Lora, LoraConfig, Placement, Sharing};
+use moe_lora_adapters::{Activation, AdapterBackend, Lora, LoraConfig, Placement, Sharing};
 use moe_lora_experts::{GateUpTargets, GluActivation, MlpBiases, MlpWeights, SwigluMlp};
 use moe_lora_parallel::GroupKind;
 
-use crate::{Ad, Axis, Matrix, Noise, oracle};
+use crate::{Axis, Matrix, Noise, oracle};
 
 /// Experts of one layer, or one MLP, with adapters on all of their linears.
 #[derive(Clone, Copy, Debug)]
@@ -157,22 +157,31 @@ impl MlpCase {
     /// # Panics
     ///
     /// When the library refuses them.
-    pub fn adapt<G: GroupKind>(&self, mlp: &mut SwigluMlp<Ad, G>, experts: &[oracle::Mlp]) {
-        let device = &Default::default();
+    pub fn adapt<B: AdapterBackend, G: GroupKind>(
+        &self,
+        mlp: &mut SwigluMlp<B, G>,
+        experts: &[oracle::Mlp],
+        device: &B::Device,
+    ) {
         let paths = mlp.targets(self.gate_up);
         mlp.adapt(&paths, &self.config, device).unwrap();
         for (k, lora) in mlp.gate_up.adapters.iter_mut().enumerate() {
-            self.load(lora, experts.iter().map(|mlp| &mlp.gate_up.loras()[k]));
+            self.load(
+                lora,
+                experts.iter().map(|mlp| &mlp.gate_up.loras()[k]),
+                device,
+            );
         }
         for (k, lora) in mlp.down.adapters.iter_mut().enumerate() {
-            self.load(lora, experts.iter().map(|mlp| &mlp.down.loras()[k]));
+            self.load(lora, experts.iter().map(|mlp| &mlp.down.loras()[k]), device);
         }
     }
 
-    fn load<'a, G: GroupKind, P: Placement>(
+    fn load<'a, B: AdapterBackend, G: GroupKind, P: Placement>(
         &self,
-        lora: &mut Lora<Ad, G, P>,
+        lora: &mut Lora<B, G, P>,
         experts: impl Iterator<Item = &'a oracle::Lora>,
+        device: &B::Device,
     ) {
         let count = match self.config.sharing {
             Sharing::Shared => 1,
@@ -182,12 +191,8 @@ impl MlpCase {
         let values = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
             experts.iter().flat_map(|lora| of(lora).to_f32()).collect()
         };
-        lora.load(
-            &values(|lora| &lora.a),
-            &values(|lora| &lora.b),
-            &Default::default(),
-        )
-        .unwrap();
+        lora.load(&values(|lora| &lora.a), &values(|lora| &lora.b), device)
+            .unwrap();
     }
 
     /// The axes of `A` and `B` of each adapter, in the order of the MLP's factors.

@@ -3,10 +3,59 @@
 use std::time::Duration;
 
 use burn::backend::{Autodiff, Flex};
-use moe_lora_parallel::{Mesh, MockWorld, Topology};
+use burn::tensor::backend::AutodiffBackend;
+use moe_lora_adapters::AdapterBackend;
+use moe_lora_parallel::{Mesh, MockWorld, ParallelBackend, Topology};
 
 /// The backend of the suites.
 pub type Ad = Autodiff<Flex>;
+
+/// A backend that adapters train on.
+pub trait TrainingBackend:
+    AdapterBackend
+    + AutodiffBackend<InnerBackend: ParallelBackend<Base = <Self as ParallelBackend>::Base>>
+{
+}
+
+impl<B> TrainingBackend for B
+where
+    B: AdapterBackend + AutodiffBackend,
+    B::InnerBackend: ParallelBackend<Base = <B as ParallelBackend>::Base>,
+{
+}
+
+/// Runs the ranks of any topology: what a case is run on, over whichever transport.
+pub trait Ranks<B: ParallelBackend> {
+    /// Runs `body` on every rank, with its groups and its device, and returns the results in rank
+    /// order.
+    ///
+    /// # Panics
+    ///
+    /// When a rank fails.
+    fn run<T: Send>(
+        &self,
+        topology: Topology,
+        body: impl Fn(&Mesh<B>, &B::Device) -> T + Sync,
+    ) -> Vec<T>;
+}
+
+/// Ranks over [`MockWorld`], all of them on the default device.
+#[derive(Clone, Copy, Debug)]
+pub struct Mocked;
+
+impl<B: ParallelBackend> Ranks<B> for Mocked {
+    fn run<T: Send>(
+        &self,
+        topology: Topology,
+        body: impl Fn(&Mesh<B>, &B::Device) -> T + Sync,
+    ) -> Vec<T> {
+        let results = mock(topology).run(|rank| {
+            let mesh = Mesh::new(topology, &rank).expect("world and topology have one size");
+            body(&mesh, &Default::default())
+        });
+        results.unwrap_or_else(|error| panic!("{topology:?}: {error}"))
+    }
+}
 
 /// A world for a topology, with a timeout that a loaded machine does not reach and a hanging test
 /// does not wear out.

@@ -1,50 +1,23 @@
-//! The transport on GPUs. Without two of them every test says that it is skipped, and fails where
-//! `MOE_LORA_REQUIRE_GPUS` asks for them.
+//! The transport on two GPUs.
 //!
 //! Ranks in processes are this binary again, told by `MOE_LORA_TEST_ROLE` what to do.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
-use burn_cubecl::CubeBackend;
-use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
-use burn_fusion::Fusion;
+use burn_cubecl::cubecl::cuda::CudaDevice;
 use moe_lora_nccl::{CudaBackend, Nccl, NcclConfig, gpu_count};
 use moe_lora_parallel::{Collective, CollectiveError, GroupName, Mesh, TopologyConfig, Transport};
 use moe_lora_testkit::{Body, conformance};
 
-type Plain = CubeBackend<CudaRuntime, f32, i32, u8>;
-type Fused = Fusion<Plain>;
+use crate::ranks::{LONG, gpus, threads};
+use crate::{Fused, Plain};
 
-/// Not reached by a test that passes, compilation of kernels included.
-const LONG: Duration = Duration::from_secs(120);
 const ROLE: &str = "MOE_LORA_TEST_ROLE";
-
-static ALONE: Mutex<()> = Mutex::new(());
-
-/// The GPUs, one test at a time; none when there are fewer than two, which is said.
-fn gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
-    let (needed, found) = (2, gpu_count());
-    let required = std::env::var("MOE_LORA_REQUIRE_GPUS").map_or(0, |n| {
-        n.parse()
-            .expect("MOE_LORA_REQUIRE_GPUS is a number of GPUs")
-    });
-    assert!(
-        found >= required,
-        "MOE_LORA_REQUIRE_GPUS={required}, found {found}"
-    );
-    if found < needed {
-        println!("skipped: needs {needed} GPUs, found {found}");
-        return None;
-    }
-    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    Some((found.min(4), alone))
-}
 
 /// Those in which the suite's values are exact on so many ranks.
 fn dtypes(ranks: usize) -> &'static [DType] {
@@ -54,27 +27,14 @@ fn dtypes(ranks: usize) -> &'static [DType] {
     }
 }
 
-/// A world of threads, one a GPU.
-fn threads<T: Send>(config: &NcclConfig, ranks: usize, body: impl Fn(Nccl) -> T + Sync) -> Vec<T> {
-    let devices: Vec<_> = (0..ranks).map(CudaDevice::new).collect();
-    let ranks = config.local(&devices).unwrap();
-    thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = ranks
-            .into_iter()
-            .map(|rank| scope.spawn(move || body(rank)))
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
-}
-
 fn checked() -> NcclConfig {
     NcclConfig::new().with_timeout(LONG).with_checks(true)
 }
 
 fn threads_conform<B: CudaBackend>() {
-    let Some((gpus, _alone)) = gpus() else { return };
-    conformance::<B>(gpus, dtypes(gpus), |ranks, body: Body<'_, B>| {
+    let Some(gpus) = gpus(2) else { return };
+    let most = gpus.count.min(4);
+    conformance::<B>(most, dtypes(most), |ranks, body: Body<'_, B>| {
         threads(&checked(), ranks, |rank| {
             let device = rank.device().clone();
             body(&rank, &device);
@@ -103,7 +63,7 @@ fn sum<B: Backend>(group: &dyn Collective<B>, x: Tensor<B, 2>) -> Tensor<B, 2> {
 
 /// Nothing but events orders the matmul, the sum and the product: a wrong order is a wrong number.
 fn calls_are_ordered<B: CudaBackend>() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     let config = NcclConfig::new().with_timeout(LONG);
     threads(&config, 2, |rank| {
         let device = rank.device().clone();
@@ -139,7 +99,7 @@ fn sums_come_after_what_they_sum_and_before_what_uses_them_with_fusion() {
 
 #[test]
 fn a_tensor_that_is_used_elsewhere_keeps_its_values() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
         let device = rank.device().clone();
         let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
@@ -155,7 +115,7 @@ fn a_tensor_that_is_used_elsewhere_keeps_its_values() {
 
 #[test]
 fn a_mesh_opens_and_sums_over_its_groups() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     for (ep, etp) in [(1, 2), (2, 1)] {
         let topology = TopologyConfig::new(2).with_ep(ep).with_etp(etp);
         let topology = topology.with_tp(2).init().unwrap();
@@ -179,7 +139,7 @@ fn a_mesh_opens_and_sums_over_its_groups() {
 
 #[test]
 fn a_tensor_of_another_gpu_is_refused() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     threads(&checked(), 2, |rank| {
         let group = Transport::<Plain>::open(&rank, GroupName::Tp, vec![0, 1]);
         let other = CudaDevice::new(1 - rank.rank());
@@ -198,7 +158,7 @@ fn a_tensor_of_another_gpu_is_refused() {
 
 #[test]
 fn a_rank_that_panics_ends_the_others_before_the_timeout() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     let start = Instant::now();
     let devices = [0, 1].map(CudaDevice::new);
     let config = NcclConfig::new().with_timeout(LONG);
@@ -294,7 +254,7 @@ fn processes(role: &str, vars: &[(&str, &str)]) -> [Child; 2] {
     let port = port.unwrap().port().to_string();
     [0, 1].map(|rank| {
         Command::new(std::env::current_exe().unwrap())
-            .args(["role", "--exact", "--nocapture"])
+            .args(["transport::role", "--exact", "--nocapture"])
             .env(ROLE, role)
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", rank.to_string())
@@ -318,7 +278,7 @@ fn output(child: Child) -> (Output, String) {
 }
 
 fn processes_conform(vars: &[(&str, &str)]) {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     for child in processes("conform", vars) {
         let (output, text) = output(child);
         assert!(output.status.success(), "{text}");
@@ -351,7 +311,7 @@ fn left_alone(role: &str) -> (String, Duration) {
 
 #[test]
 fn a_process_that_dies_is_an_error_of_the_other_before_the_timeout() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     let (text, took) = left_alone("dies");
     assert!(
         text.contains("all_reduce on group tp at rank 0: "),
@@ -362,7 +322,7 @@ fn a_process_that_dies_is_an_error_of_the_other_before_the_timeout() {
 
 #[test]
 fn a_process_that_stops_calling_is_an_error_of_the_other_at_the_timeout() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     let (text, took) = left_alone("sleeps");
     // At the first call of a group the others are missed already when the id goes round.
     let missed = ["did not end within 5s", "no call from ranks [1] within 5s"];
@@ -378,7 +338,7 @@ fn a_process_that_stops_calling_is_an_error_of_the_other_at_the_timeout() {
 
 #[test]
 fn a_sum_that_does_not_stop_the_host_is_faster_than_one_that_does() {
-    let Some((_, _alone)) = gpus() else { return };
+    let Some(_gpus) = gpus(2) else { return };
     const CALLS: u32 = 200;
     let times = threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
         let device = rank.device().clone();

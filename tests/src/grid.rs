@@ -1,0 +1,148 @@
+//! The part of the exactness grid that every backend and transport runs: each kind of adapter, in
+//! one element type, against the oracle in `f64`.
+//!
+//! Each rank has tokens, as CubeCL can launch no kernel on tensors without elements on CUDA.
+
+use burn::tensor::DType;
+use moe_lora_adapters::{Activation, LoraConfig, Sharing};
+use moe_lora_experts::{GateUpTargets, SharedConfig, WeighAt};
+use moe_lora_testkit::{Axis, Ranks, TrainingBackend, assert_all_close, noise, oracle};
+
+use crate::dense::{COLUMN_AXES, Sum, row_axes, tp};
+use crate::grouped::Kind;
+use crate::moe::Place;
+use crate::shared_experts::{MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared_results};
+use crate::{dense, grouped, moe};
+
+const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
+const SHARING: [Sharing; 2] = [Sharing::PerExpert, Sharing::Shared];
+
+fn config(dtype: DType) -> LoraConfig {
+    LoraConfig::new(dense::RANK, dense::ALPHA).with_dtype(dtype)
+}
+
+/// Column-parallel, row-parallel and replicated linears over 1 or 2 tensor parallel ranks.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn dense_linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dtype: DType) {
+    for config in [
+        config(dtype),
+        config(dtype).with_activation(Activation::Silu),
+    ] {
+        let case = dense::Case::new(config);
+        let found = ranks.run(tp(size), |mesh, device| case.column(mesh, device));
+        case.check("column", &found, COLUMN_AXES);
+        for sum in [Sum::Here, Sum::ByTheCaller, Sum::OverTokens] {
+            let found = ranks.run(tp(size), |mesh, device| case.row(mesh, device, sum));
+            case.check(&format!("row {sum:?}"), &found, row_axes(sum));
+        }
+        let found = ranks.run(tp(size), |mesh, device| case.replicated(mesh, device));
+        case.check("replicated", &found, [Axis::Whole; 4]);
+    }
+}
+
+/// Shared experts, gated or not and summed in every way, over 1 or 2 tensor parallel ranks.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn shared_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dtype: DType) {
+    for gate_up in GATE_UP {
+        let case = mlp_case(gate_up, config(dtype));
+        let mlp = case.oracle(9).remove(0);
+        for gate in [None, Some(noise(10, 1, case.hidden))] {
+            let expected = shared_oracle(&mlp, gate.as_ref());
+            for way in WAYS {
+                let found = shared_results(ranks, &case, &mlp, gate.as_ref(), size, way);
+                assert_eq!(found.len(), expected.len());
+                let gated = gate.is_some();
+                let name = format!("shared {way:?} tp={size} {gate_up:?} gated={gated}");
+                let results = found.iter().zip(&expected).enumerate();
+                let results: Vec<_> = results
+                    .map(|(k, (found, expected))| (format!("result {k}"), found, expected))
+                    .collect();
+                assert_all_close(&name, &results, dtype, MLP_REDUCTION);
+            }
+        }
+    }
+}
+
+/// Linears of experts: the given kinds with an adapter an expert and one for all, experts without
+/// rows among them.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn expert_linears<B: TrainingBackend>(
+    ranks: &impl Ranks<B>,
+    kinds: &[Kind],
+    size: usize,
+    dtype: DType,
+) {
+    for kind in kinds {
+        for sharing in SHARING {
+            for counts in [&[5, 0, 3][..], &[0, 0, 4], &[3, 2], &[5], &[1, 6, 0, 1]] {
+                let case = grouped::Case::new(*kind, config(dtype).with_sharing(sharing), counts);
+                let found = case.found(ranks, size);
+                grouped::check(&case.name(size), dtype, &found, &case.expected());
+            }
+        }
+    }
+}
+
+/// Whole layers, with and without shared experts, routing weights before and after the down
+/// projection.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn layers<B: TrainingBackend>(ranks: &impl Ranks<B>, places: &[Place], dtype: DType) {
+    for place in places {
+        for sharing in SHARING {
+            for gate_up in GATE_UP {
+                for (weigh_at, shared) in kinds_of_layers() {
+                    let case = moe::Case {
+                        weigh_at,
+                        shared,
+                        ..moe::case(sharing, gate_up, dtype)
+                    };
+                    case.check(ranks, place);
+                }
+            }
+        }
+    }
+}
+
+/// A layer on two ranks, all of whose tokens choose the experts of the first.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's, or the second rank's experts have tokens.
+pub fn idle_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, dtype: DType) {
+    let case = moe::Case {
+        score: oracle::Score::Sigmoid {
+            groups: 2,
+            best: 1,
+            renormalize: true,
+            scale: 1.0,
+        },
+        corrected: true,
+        ..moe::case(Sharing::PerExpert, GateUpTargets::Fused, dtype)
+    };
+    let (moe, (x, _)) = (case.oracle(), moe::data(2));
+    for token in 0..2 {
+        let chosen = moe.route(&x.pick_rows([token]));
+        assert!(chosen.iter().all(|(expert, _)| *expert < moe::EXPERTS / 2));
+    }
+    case.check(ranks, &moe::place(1, 2, 1, &[1, 1]));
+}
+
+fn kinds_of_layers() -> [(WeighAt, Option<SharedConfig>); 3] {
+    [
+        (WeighAt::Output, None),
+        (WeighAt::Hidden, moe::shared(true, false)),
+        (WeighAt::Output, moe::shared(true, true)),
+    ]
+}

@@ -1,0 +1,314 @@
+//! Expert linears over the expert tensor parallel group: rows sorted by expert, one weight an
+//! expert, one adapter an expert or one for all.
+
+use burn::tensor::DType;
+use moe_lora_adapters::{Activation, ColumnLinear, LinearConfig, LoraConfig, RowLinear, Sharing};
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::{ExpertTp, Mesh, Topology, TopologyConfig};
+use moe_lora_testkit::{
+    Axis, Matrix, Ranks, TrainingBackend, assert_close, gradient, noise, oracle, scale, shard,
+    unshard,
+};
+
+/// Input features.
+pub const D_IN: usize = 8;
+/// Output features.
+pub const D_OUT: usize = 16;
+/// Rank of the adapters.
+pub const RANK: usize = 4;
+/// No power of two, so that the scale rounds.
+pub const ALPHA: f64 = 5.3;
+
+/// Rows by expert: none in the middle, at the start, at the end, all on one, none at all, and numbers
+/// that 2 and 4 do not divide.
+pub const COUNTS: [&[usize]; 7] = [
+    &[5, 0, 3],
+    &[0, 0, 4],
+    &[4, 0, 2],
+    &[3, 2],
+    &[0, 0, 0],
+    &[5],
+    &[1, 6, 0, 1],
+];
+
+/// Expert tensor parallelism alone.
+pub fn etp(size: usize) -> Topology {
+    TopologyConfig::new(size).with_etp(size).init().unwrap()
+}
+
+/// Groups of so many rows.
+pub fn groups(counts: &[usize]) -> RowGroups {
+    RowGroups::new(counts, counts.iter().sum()).unwrap()
+}
+
+/// Which linear, and with what adapters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Gate and up under one adapter.
+    Fused,
+    /// Gate and up with an adapter each.
+    Separate,
+    /// A column-parallel linear of one part.
+    Column,
+    /// A row-parallel linear with its collectives suppressed.
+    Row,
+}
+
+/// Each of them.
+pub const KINDS: [Kind; 4] = [Kind::Fused, Kind::Separate, Kind::Column, Kind::Row];
+
+/// Experts with adapters, their rows and the cotangent of their output.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Which linear.
+    pub kind: Kind,
+    /// The adapters.
+    pub config: LoraConfig,
+    /// Rows of each expert.
+    pub counts: Vec<usize>,
+    /// `[T, D_IN]`.
+    pub x: Matrix,
+    /// `[T, D_OUT]`.
+    pub g: Matrix,
+    /// The oracle of each expert.
+    pub experts: Vec<oracle::Linear>,
+}
+
+/// What one rank made of a case, or all of them together, or one device.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The output.
+    pub y: Matrix,
+    /// The gradient of the input.
+    pub dx: Matrix,
+    /// The gradients of the factors by adapter, `A` and `B` in turn, then by expert.
+    pub factors: Vec<Vec<Matrix>>,
+}
+
+impl Case {
+    /// A case with noise in every value.
+    pub fn new(kind: Kind, config: LoraConfig, counts: &[usize]) -> Self {
+        let rows = counts.iter().sum();
+        let lora = |expert: usize, k: usize, d_out| {
+            let expert = match config.sharing {
+                Sharing::PerExpert => expert,
+                Sharing::Shared => 0,
+            };
+            let seed = (100 * expert + 10 * k) as u64;
+            oracle::Lora {
+                a: noise(seed + 3, config.rank, D_IN),
+                b: noise(seed + 4, d_out, config.rank),
+                scale: scale(&config),
+                silu: config.activation == Activation::Silu,
+                first_row: k * d_out,
+            }
+        };
+        let expert = |expert: usize| {
+            let loras = match kind {
+                Kind::Separate => vec![lora(expert, 0, D_OUT / 2), lora(expert, 1, D_OUT / 2)],
+                _ => vec![lora(expert, 0, D_OUT)],
+            };
+            oracle::Linear::new(noise(1000 + expert as u64, D_OUT, D_IN), loras)
+        };
+        Self {
+            kind,
+            config,
+            counts: counts.into(),
+            x: noise(1, rows, D_IN),
+            g: noise(2, rows, D_OUT),
+            experts: (0..counts.len()).map(expert).collect(),
+        }
+    }
+
+    /// How the ranks' slices of the output lie.
+    fn fragments(&self) -> usize {
+        match self.kind {
+            Kind::Fused | Kind::Separate => 2,
+            Kind::Column | Kind::Row => 1,
+        }
+    }
+
+    /// The axes of each factor.
+    fn axes(&self) -> Vec<Axis> {
+        match self.kind {
+            Kind::Fused => vec![Axis::Rows(1), Axis::Rows(2)],
+            Kind::Separate => vec![Axis::Rows(1); 4],
+            Kind::Column => vec![Axis::Rows(1); 2],
+            Kind::Row => vec![Axis::Columns, Axis::Rows(1)],
+        }
+    }
+
+    /// The full factor `k` of every expert, or of all of them, end to end.
+    fn factor(&self, lora: usize, of: fn(&oracle::Lora) -> &Matrix) -> Vec<f32> {
+        let experts = match self.config.sharing {
+            Sharing::PerExpert => &self.experts[..],
+            Sharing::Shared => &self.experts[..1],
+        };
+        let values = experts
+            .iter()
+            .map(|expert| of(&expert.loras()[lora]).to_f32());
+        values.collect::<Vec<_>>().concat()
+    }
+
+    /// Forward and backward on one rank.
+    pub fn rank<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Outcome {
+        let group = mesh.expert_tp();
+        let (dtype, rows) = (self.config.dtype, groups(&self.counts));
+        let config = LinearConfig::new("fc", D_IN, D_OUT)
+            .with_experts(0..self.experts.len())
+            .with_dtype(dtype);
+        let config = match self.kind {
+            Kind::Fused | Kind::Separate => config.with_fragments(["gate", "up"]),
+            _ => config,
+        };
+        let weight = |expert: usize, row: usize, column: usize| {
+            self.experts[expert].weight().at(row, column) as f32
+        };
+        let paths: &[&str] = match self.kind {
+            Kind::Separate => &["gate", "up"],
+            _ => &["fc"],
+        };
+        let load = |k| {
+            let (a, b) = (self.factor(k, |l| &l.a), self.factor(k, |l| &l.b));
+            (a, b)
+        };
+        let slice = |full: &Matrix| shard(full, Axis::Columns, group.rank(), group.size());
+        if self.kind == Kind::Row {
+            let mut linear: RowLinear<B, ExpertTp> = config.init(group, weight, device).unwrap();
+            let (a, b) = load(0);
+            let lora = linear.adapt("fc", &self.config, device).unwrap();
+            lora.load(&a, &b, device).unwrap();
+            let x = slice(&self.x).tensor_on::<B>(device, dtype).require_grad();
+            let y = linear.forward_suppressed(group.shard(x.clone()), &rows);
+            let y = y.reduce_from().into_tensor();
+            let grads = (y.clone() * self.g.tensor_on(device, dtype))
+                .sum()
+                .backward();
+            let weights = linear.trained_weights();
+            return Outcome {
+                y: Matrix::read(y),
+                dx: Matrix::read(x.grad(&grads).unwrap()),
+                factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
+            };
+        }
+        let mut linear: ColumnLinear<B, ExpertTp> = config.init(group, weight, device).unwrap();
+        for (k, path) in paths.iter().enumerate() {
+            let (a, b) = load(k);
+            let lora = linear.adapt(path, &self.config, device).unwrap();
+            lora.load(&a, &b, device).unwrap();
+        }
+        let x = self.x.tensor_on::<B>(device, dtype).require_grad();
+        let y = linear.forward(group.replicated(x.clone()).copy_to(), &rows);
+        let y = y.into_tensor();
+        let (rank, size) = (group.rank(), group.size());
+        let g = shard(
+            &self.g.transposed(),
+            Axis::Rows(self.fragments()),
+            rank,
+            size,
+        )
+        .transposed();
+        let grads = (y.clone() * g.tensor_on(device, dtype)).sum().backward();
+        let weights = linear.trained_weights();
+        Outcome {
+            y: Matrix::read(y),
+            dx: Matrix::read(x.grad(&grads).unwrap()),
+            factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
+        }
+    }
+
+    /// What the ranks of an expert tensor parallel group made of it together.
+    pub fn found<B: TrainingBackend>(&self, ranks: &impl Ranks<B>, size: usize) -> Outcome {
+        self.join(&ranks.run(etp(size), |mesh, device| self.rank(mesh, device)))
+    }
+
+    /// What the ranks made of it, together.
+    pub fn join(&self, found: &[Outcome]) -> Outcome {
+        let parts = |of: &dyn Fn(&Outcome) -> Matrix| found.iter().map(of).collect::<Vec<_>>();
+        let (y, dx) = match self.kind {
+            Kind::Row => (
+                unshard(&parts(&|f| f.y.clone()), Axis::Whole),
+                unshard(&parts(&|f| f.dx.clone()), Axis::Columns),
+            ),
+            _ => {
+                let columns = parts(&|f| f.y.transposed());
+                (
+                    unshard(&columns, Axis::Rows(self.fragments())).transposed(),
+                    unshard(&parts(&|f| f.dx.clone()), Axis::Whole),
+                )
+            }
+        };
+        let factors = self.axes().into_iter().enumerate().map(|(k, axis)| {
+            let experts = 0..found[0].factors[k].len();
+            let joined = experts.map(|e| unshard(&parts(&|f| f.factors[k][e].clone()), axis));
+            joined.collect()
+        });
+        Outcome {
+            y,
+            dx,
+            factors: factors.collect(),
+        }
+    }
+
+    /// What one device makes of it.
+    pub fn expected(&self) -> Outcome {
+        let rows = groups(&self.counts);
+        let mut result = Outcome {
+            y: Matrix::zeros(self.x.rows, D_OUT),
+            dx: Matrix::zeros(self.x.rows, D_IN),
+            factors: vec![Vec::new(); self.axes().len()],
+        };
+        for (e, expert) in self.experts.iter().enumerate() {
+            let x = self.x.pick_rows(rows.range(e));
+            let grads = expert.backward(&x, &self.g.pick_rows(rows.range(e)));
+            let start = rows.range(e).start;
+            result.y.add_to_rows(start, &expert.forward(&x));
+            result.dx.add_to_rows(start, &grads.dx);
+            for (k, grad) in grads.factors.into_iter().flatten().enumerate() {
+                match (self.config.sharing, result.factors[k].first_mut()) {
+                    (Sharing::Shared, Some(sum)) => sum.add_to_rows(0, &grad),
+                    _ => result.factors[k].push(grad),
+                }
+            }
+        }
+        result
+    }
+
+    /// For messages.
+    pub fn name(&self, size: usize) -> String {
+        let (kind, sharing, activation) = (self.kind, self.config.sharing, self.config.activation);
+        format!(
+            "{kind:?} {sharing:?} {activation:?} etp={size} {:?}",
+            self.counts
+        )
+    }
+}
+
+/// Additions behind any result.
+pub const REDUCTION: usize = D_IN + D_OUT + RANK + 8;
+
+/// Compares every output and gradient.
+///
+/// # Panics
+///
+/// When one is not close.
+pub fn check(name: &str, dtype: DType, found: &Outcome, expected: &Outcome) {
+    let close = |what: &str, found: &Matrix, expected: &Matrix| {
+        assert_close(
+            &format!("{name}: {what}"),
+            found,
+            expected,
+            dtype,
+            REDUCTION,
+        );
+    };
+    close("y", &found.y, &expected.y);
+    close("dx", &found.dx, &expected.dx);
+    assert_eq!(found.factors.len(), expected.factors.len());
+    for (k, (found, expected)) in found.factors.iter().zip(&expected.factors).enumerate() {
+        assert_eq!(found.len(), expected.len(), "{name}: experts of factor {k}");
+        for (e, (found, expected)) in found.iter().zip(expected).enumerate() {
+            close(&format!("factor {k} of expert {e}"), found, expected);
+        }
+    }
+}

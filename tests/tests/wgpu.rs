@@ -1,0 +1,72 @@
+//! A part of the exactness grid on burn's WGPU backend with the mock. Without an adapter every test
+//! says that it is skipped, and fails where `MOE_LORA_REQUIRE_WGPU` is set.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn::backend::Autodiff;
+use burn::tensor::DType;
+use burn::tensor::backend::Backend;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::cubecl::wgpu::WgpuRuntime;
+use burn_fusion::Fusion;
+use moe_lora_adapters::{LoraConfig, Sharing};
+use moe_lora_experts::GateUpTargets;
+use moe_lora_testkit::Mocked;
+use moe_lora_tests::grouped::Kind;
+use moe_lora_tests::moe::{case, place};
+use moe_lora_tests::{grid, grouped};
+
+type Plain = CubeBackend<WgpuRuntime, f32, i32, u32>;
+type Fused = Fusion<Plain>;
+
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The adapter, one test at a time; none where there is none, which is said.
+fn adapter() -> Option<MutexGuard<'static, ()>> {
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // CubeCL panics when it finds none.
+    let found = std::panic::catch_unwind(|| Plain::sync(&Default::default()).is_ok());
+    if matches!(found, Ok(true)) {
+        return Some(alone);
+    }
+    assert!(
+        std::env::var_os("MOE_LORA_REQUIRE_WGPU").is_none(),
+        "MOE_LORA_REQUIRE_WGPU is set, found no adapter"
+    );
+    let test = std::thread::current();
+    let test = test.name().unwrap_or("a test");
+    println!("{test} skipped: needs a WGPU adapter, found none");
+    None
+}
+
+#[test]
+fn expert_linears_are_exact() {
+    let Some(_alone) = adapter() else { return };
+    for kind in [Kind::Column, Kind::Row] {
+        let config = LoraConfig::new(grouped::RANK, grouped::ALPHA);
+        let case = grouped::Case::new(kind, config, &[5, 0, 3]);
+        let found = case.found::<Autodiff<Plain>>(&Mocked, 2);
+        grouped::check(&case.name(2), DType::F32, &found, &case.expected());
+    }
+}
+
+#[test]
+fn a_layer_is_exact_where_no_token_chose_a_rank_s_experts() {
+    let Some(_alone) = adapter() else { return };
+    grid::idle_experts::<Autodiff<Plain>>(&Mocked, DType::F32);
+    let case = case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
+    case.check::<Autodiff<Plain>>(&Mocked, &place(1, 2, 2, &[3, 1, 4, 1]));
+}
+
+#[test]
+fn layers_are_exact_with_fusion() {
+    let Some(_alone) = adapter() else { return };
+    let case = case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
+    case.check::<Autodiff<Fused>>(&Mocked, &place(1, 1, 2, &[4, 5]));
+}
+
+#[test]
+fn dense_linears_are_exact() {
+    let Some(_alone) = adapter() else { return };
+    grid::dense_linears::<Autodiff<Plain>>(&Mocked, 2, DType::F32);
+}
