@@ -59,32 +59,12 @@ impl MockGroup {
         }
     }
 
-    /// What `make` makes of everybody's tensors.
-    ///
-    /// Threads have streams of their own on a GPU, each with a pool of memory, and a buffer that is
-    /// dropped is used again at once. So a tensor is posted when it is complete, and the posts are
-    /// held until what is made of them is. Nothing waits on the CPU.
     fn meet<B: Backend>(
         &self,
         x: &FloatTensor<B>,
         signature: Signature,
-        make: impl FnOnce(&[Arc<Post>]) -> FloatTensor<B>,
-    ) -> Result<FloatTensor<B>, CollectiveError> {
-        let op = signature.op;
-        let settle = || {
-            let settled = B::sync(&B::float_device(x));
-            settled.map_err(|error| CollectiveError::Transport {
-                op,
-                group: self.seat.name,
-                rank: self.seat.rank(),
-                reason: error.to_string(),
-            })
-        };
-        settle()?;
-        let posts = self.call(signature, Some(Box::new(x.clone())))?;
-        let made = make(&posts);
-        settle()?;
-        Ok(made)
+    ) -> Result<Vec<Arc<Post>>, CollectiveError> {
+        self.call(signature, Some(Box::new(x.clone())))
     }
 }
 
@@ -102,10 +82,9 @@ impl<B: Backend> Collective<B> for MockGroup {
     }
 
     fn all_reduce(&self, x: FloatTensor<B>) -> Result<FloatTensor<B>, CollectiveError> {
-        let signature = Self::of::<B>(CollectiveOp::AllReduce, &x);
-        self.meet::<B>(&x, signature, |posts| {
-            sum::<B>(posts.iter().map(|post| payload::<B>(post, &x)).collect())
-        })
+        let posts = self.meet::<B>(&x, Self::of::<B>(CollectiveOp::AllReduce, &x))?;
+        let terms = posts.iter().map(|post| payload::<B>(post, &x)).collect();
+        Ok(sum::<B>(terms))
     }
 
     fn all_gather(
@@ -115,10 +94,9 @@ impl<B: Backend> Collective<B> for MockGroup {
         sizes: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
         let signature = Self::of::<B>(CollectiveOp::AllGather, &x).along(dim, sizes);
-        self.meet::<B>(&x, signature, |posts| {
-            let parts = posts.iter().map(|post| payload::<B>(post, &x)).collect();
-            concat::<B>(parts, dim)
-        })
+        let posts = self.meet::<B>(&x, signature)?;
+        let parts = posts.iter().map(|post| payload::<B>(post, &x)).collect();
+        Ok(concat::<B>(parts, dim))
     }
 
     fn reduce_scatter(
@@ -128,11 +106,10 @@ impl<B: Backend> Collective<B> for MockGroup {
         sizes: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
         let signature = Self::of::<B>(CollectiveOp::ReduceScatter, &x).along(dim, sizes);
-        self.meet::<B>(&x, signature, |posts| {
-            let mine = range_of(sizes, self.seat.index);
-            let part = |post: &Arc<Post>| narrow::<B>(payload::<B>(post, &x), dim, mine.clone());
-            sum::<B>(posts.iter().map(part).collect())
-        })
+        let posts = self.meet::<B>(&x, signature)?;
+        let mine = range_of(sizes, self.seat.index);
+        let part = |post: &Arc<Post>| narrow::<B>(payload::<B>(post, &x), dim, mine.clone());
+        Ok(sum::<B>(posts.iter().map(part).collect()))
     }
 
     fn all_to_all(
@@ -142,20 +119,18 @@ impl<B: Backend> Collective<B> for MockGroup {
         recv: &[usize],
     ) -> Result<FloatTensor<B>, CollectiveError> {
         let signature = Self::of::<B>(CollectiveOp::AllToAll, &x).exchanging(send, recv);
+        let posts = self.meet::<B>(&x, signature)?;
         let part = |post: &Arc<Post>| {
             let mine = range_of(&post.signature.send, self.seat.index);
             narrow::<B>(payload::<B>(post, &x), 0, mine)
         };
-        self.meet::<B>(&x, signature, |posts| {
-            concat::<B>(posts.iter().map(part).collect(), 0)
-        })
+        Ok(concat::<B>(posts.iter().map(part).collect(), 0))
     }
 
     fn broadcast(&self, x: FloatTensor<B>, root: usize) -> Result<FloatTensor<B>, CollectiveError> {
         let signature = Self::of::<B>(CollectiveOp::Broadcast, &x).from_root(root);
-        self.meet::<B>(&x, signature, |posts| {
-            own::<B>(payload::<B>(&posts[root], &x))
-        })
+        let posts = self.meet::<B>(&x, signature)?;
+        Ok(payload::<B>(&posts[root], &x))
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {
@@ -204,18 +179,10 @@ fn concat<B: Backend>(parts: Vec<FloatTensor<B>>, dim: usize) -> FloatTensor<B> 
     let mut full: Vec<_> = full.cloned().collect();
     match full.len() {
         0 => parts.into_iter().next(),
-        1 => full.pop().map(own::<B>),
+        1 => full.pop(),
         _ => Some(B::float_cat(full, dim)),
     }
     .expect("a group has at least one rank")
-}
-
-/// A buffer of the reader's own, where the backend does not share one between threads for good.
-fn own<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    if x.shape().num_elements() == 0 {
-        return x;
-    }
-    B::float_mul_scalar(x, 1.0f32.into())
 }
 
 /// The slice `range` along `dim`. No backend is asked for an empty slice.
