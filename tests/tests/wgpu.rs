@@ -11,7 +11,7 @@ use burn_cubecl::cubecl::wgpu::WgpuRuntime;
 use burn_fusion::Fusion;
 use moe_lora_adapters::{LoraConfig, Sharing};
 use moe_lora_experts::GateUpTargets;
-use moe_lora_testkit::Mocked;
+use moe_lora_testkit::{Mocked, kernels};
 use moe_lora_tests::grouped::Kind;
 use moe_lora_tests::moe::{case, place};
 use moe_lora_tests::{grid, grouped};
@@ -37,6 +37,14 @@ fn adapter() -> Option<MutexGuard<'static, ()>> {
     let test = test.name().unwrap_or("a test");
     println!("{test} skipped: needs a WGPU adapter, found none");
     None
+}
+
+#[test]
+fn grouped_kernels_are_the_products_of_each_expert() {
+    let Some(_alone) = adapter() else { return };
+    let device = Default::default();
+    kernels::<Plain>(&device, DType::F32, false, 1e-5, false);
+    kernels::<Fused>(&device, DType::F32, false, 1e-5, false);
 }
 
 #[test]

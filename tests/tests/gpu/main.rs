@@ -2,6 +2,7 @@
 //! `MOE_LORA_REQUIRE_GPUS` asks for them.
 
 mod exactness;
+mod kernels;
 mod ranks;
 mod transport;
 
