@@ -7,6 +7,7 @@
 //! ([`product`]). The per-expert path's f32 products keep all of f32's bits ([`exact`]).
 
 mod activation;
+mod direct;
 mod exact;
 mod launch;
 mod outer;

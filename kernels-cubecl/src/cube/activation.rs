@@ -51,7 +51,8 @@ pub(crate) fn slope<N: Size>(
 #[cube]
 fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0f32);
-    one / (one + Vector::exp(-x))
+    // Not `-x`: CUDA has no negation of vectors.
+    one / (one + Vector::exp(x * Vector::new(-1.0f32)))
 }
 
 /// The cumulative normal distribution.

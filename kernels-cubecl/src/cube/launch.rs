@@ -9,8 +9,9 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::ops::permute;
 use burn_cubecl::tensor::CubeTensor;
 
+use super::direct::direct_kernel;
 use super::outer::{self, add_parts_kernel, outer_kernel};
-use super::plan::{MAX_RANK, Precision, ROWS, Side, tile, width};
+use super::plan::{self, DirectShape, MAX_RANK, Precision, ROWS, Side, tile, width};
 use super::product::{TensorCores, UNITS, Units};
 use super::project::{self, Finish, project_kernel};
 use super::view::{Stack, View};
@@ -143,6 +144,68 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
         let x_width = width(&client, elem_size, |width| {
             x_inner_k && x.allows(width) && k.is_multiple_of(width)
         });
+        let grouped = self.rows.experts() != 1 || self.rows.rows() != rows;
+        let f = self.behind.or(self.before.as_ref().map(|(f, _)| *f));
+        let scale = f.map_or(1.0, |f| f.scale) as f32;
+        let (table, tiles) = if grouped {
+            let table = self.rows.table::<R>(&client, &device);
+            // SAFETY: the length is that of the table.
+            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
+            (arg, table.tiles)
+        } else {
+            (w.arg(), rows.div_ceil(ROWS))
+        };
+        let gate = gate.map_or(w.arg(), |z| z.arg());
+        let address = address_type([x.len(), w.len(), target.len()]);
+        let between = self.behind.map(|f| f.activation);
+        let shape = DirectShape {
+            n,
+            k,
+            between,
+            finish,
+            transposed: self.transposed,
+            grouped,
+        };
+        if let Some(direct) = plan::direct(&client, precision, &shape, &x, &w, &target) {
+            let planes = direct.plan.tile.planes;
+            let count = CubeCount::Static(
+                tiles.div_ceil(planes[0]) as u32,
+                n.div_ceil(direct.plan.tile.n) as u32,
+                1,
+            );
+            // SAFETY: as for the kernel below; widths divide the extents and places, which was checked.
+            unsafe {
+                direct_kernel::launch_unchecked::<R>(
+                    &client,
+                    count,
+                    CubeDim::new_1d(UNITS as u32),
+                    address,
+                    direct.x_width(),
+                    direct.w_width(),
+                    direct.plan.out_width,
+                    direct.plan.tile.sums_width,
+                    x.arg(),
+                    w.arg(),
+                    gate,
+                    target.arg(),
+                    table,
+                    tiles,
+                    x.at,
+                    x.stride,
+                    w.expert,
+                    w.stride,
+                    rows,
+                    k,
+                    n,
+                    target.at,
+                    target.stride,
+                    scale,
+                    direct,
+                    precision.element,
+                )
+            }
+            return out;
+        }
         let w_inner = if self.transposed { n } else { k };
         let w_width = width(&client, elem_size, |width| {
             w.allows(width) && w_inner.is_multiple_of(width)
@@ -172,29 +235,16 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
             sums_width,
             precision,
         );
-        let grouped = self.rows.experts() != 1 || self.rows.rows() != rows;
         let plan = project::Plan {
             blocks: if k <= tile.k { 1 } else { 2 },
             tile,
-            between: self.behind.map(|f| f.activation),
+            between,
             finish,
             out_by_row: by_row,
             out_width,
             grouped,
         };
-        let f = self.behind.or(self.before.map(|(f, _)| f));
-        let scale = f.map_or(1.0, |f| f.scale) as f32;
-        let (tiles, cubes) = if grouped {
-            let table = self.rows.table::<R>(&client, &device);
-            // SAFETY: the length is that of the table.
-            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
-            (arg, table.tiles)
-        } else {
-            (w.arg(), rows.div_ceil(ROWS))
-        };
-        let count = CubeCount::Static(cubes as u32, n.div_ceil(tile.n) as u32, 1);
-        let address = address_type([x.len(), w.len(), target.len()]);
-        let gate = gate.map_or(w.arg(), |z| z.arg());
+        let count = CubeCount::Static(tiles as u32, n.div_ceil(tile.n) as u32, 1);
         macro_rules! launch {
             ($product:ty) => {
                 // SAFETY: the kernel reads x and w and writes the output at rows of the tiles, which
@@ -215,7 +265,7 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
                         w.arg(),
                         gate,
                         target.arg(),
-                        tiles,
+                        table,
                         x.at,
                         x.stride,
                         w.expert,

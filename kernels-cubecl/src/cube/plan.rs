@@ -7,8 +7,11 @@ use burn_cubecl::cubecl::features::MmaConfig;
 use burn_cubecl::cubecl::ir::{ElemType, FloatKind, StorageType};
 use burn_cubecl::tensor::CubeTensor;
 
+use super::direct::{self, Direct};
 use super::product::{Block, PLANES, SQUARE, Tile, UNITS};
-use crate::{Compute, Strategy};
+use super::project::{Finish, Plan};
+use super::view::{Stack, View};
+use crate::{Activation, Compute, Layout, Strategy};
 
 /// Rows of one expert that a cube takes at once.
 pub(crate) const ROWS: usize = 32;
@@ -231,6 +234,107 @@ fn unit_tile([m, n]: [usize; 2], left: Side, right: Side) -> Tile {
         sums_pitch: n + 1,
         sums_width: 1,
     }
+}
+
+/// A product that may go straight through registers.
+pub(crate) struct DirectShape {
+    pub n: usize,
+    pub k: usize,
+    pub between: Option<Activation>,
+    pub finish: Finish,
+    pub transposed: bool,
+    pub grouped: bool,
+}
+
+/// The kernel without shared memory, where element type, device and extents allow it.
+pub(crate) fn direct<R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    precision: Precision,
+    shape: &DirectShape,
+    x: &View,
+    w: &Stack,
+    out: &View,
+) -> Option<Direct> {
+    let &DirectShape { n, k, .. } = shape;
+    if precision.step != Some(SQUARE) || !registers(client, precision.block) {
+        return None;
+    }
+    let wide = n > k && n > 64;
+    let shared = wide || shape.between.is_some();
+    // The narrow side is the one that all planes share.
+    if shared && k > MAX_RANK {
+        return None;
+    }
+    let width = [8, 4]
+        .into_iter()
+        .find(|width| k.is_multiple_of(*width) && (shape.transposed || w.allows(*width)))?;
+    let width = if shared && k <= 16 { 4 } else { width };
+    let n_tiles = if wide {
+        4
+    } else {
+        n.div_ceil(8).next_power_of_two().min(8)
+    };
+    if shape.transposed && !(n.is_multiple_of(n_tiles) && w.allows(n_tiles)) {
+        return None;
+    }
+    let x_by_row = x.layout == Layout::ByToken;
+    if x_by_row && !x.allows(width) || !x_by_row && !shared {
+        return None;
+    }
+    let (planes, ahead) = if wide {
+        ([2, 4, 1], 1)
+    } else {
+        let planes_n = n.div_ceil(8 * n_tiles).next_power_of_two();
+        (
+            [1, planes_n, PLANES / planes_n],
+            if n_tiles <= 4 { 4 } else { 2 },
+        )
+    };
+    let out_by_row = out.layout == Layout::ByToken;
+    let fits = |width: usize| out.allows(width) && n.is_multiple_of(width);
+    let out_width = match shape.finish {
+        Finish::Slope(_) => 1,
+        _ if !out_by_row => 1,
+        _ => [8, 4, 2]
+            .into_iter()
+            .find(|width| *width <= 2 * n_tiles && fits(*width))
+            .unwrap_or(1),
+    };
+    // The sums of a single plane are written from registers, row by row.
+    if wide && (!out_by_row || matches!(shape.finish, Finish::Slope(_))) {
+        return None;
+    }
+    let chunk = 4 * width;
+    let tile = direct::tile(planes, planes[1] * 8 * n_tiles, out_width.min(4), chunk);
+    Some(Direct {
+        plan: Plan {
+            tile,
+            blocks: 1,
+            between: shape.between,
+            finish: shape.finish,
+            out_by_row,
+            out_width,
+            grouped: shape.grouped,
+        },
+        n_tiles,
+        width,
+        ahead,
+        shared: shared.then(|| k.next_multiple_of(chunk * planes[2] * ahead)),
+        transposed: shape.transposed,
+        x_by_row,
+    })
+}
+
+/// Whether the device multiplies `[16, 16]` by `[16, 8]` from registers.
+fn registers<R: CubeRuntime>(client: &ComputeClient<R>, block: StorageType) -> bool {
+    client.features().matmul.mma.contains(&MmaConfig {
+        a_type: block,
+        b_type: block,
+        cd_type: StorageType::Scalar(ElemType::Float(FloatKind::F32)),
+        m: 16,
+        n: 8,
+        k: 16,
+    })
 }
 
 /// The largest width that `fits` among those the device has.

@@ -288,7 +288,7 @@ fn total<MO: Size>(
 
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn by_row<E: Float, NO: Size, MO: Size>(
+pub(crate) fn by_row<E: Float, NO: Size, MO: Size>(
     totals: &SharedMemory<Vector<f32, MO>>,
     gate: &Array<E>,
     out: &mut Array<Vector<E, NO>>,
@@ -336,7 +336,7 @@ fn by_row<E: Float, NO: Size, MO: Size>(
 
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn by_column<E: Float, NO: Size, MO: Size>(
+pub(crate) fn by_column<E: Float, NO: Size, MO: Size>(
     totals: &SharedMemory<Vector<f32, MO>>,
     gate: &Array<E>,
     out: &mut Array<Vector<E, NO>>,
