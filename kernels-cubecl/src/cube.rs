@@ -8,6 +8,7 @@
 
 mod activation;
 mod direct;
+mod direct_outer;
 mod exact;
 mod launch;
 mod outer;

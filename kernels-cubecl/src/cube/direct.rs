@@ -16,11 +16,11 @@ use super::product::{Tile, UNITS};
 use super::project::{Finish, NO_EXPERT, Plan, TILE_WORDS, by_column, by_row};
 
 /// Rows of a square.
-const SQUARE_ROWS: usize = 16;
+pub(crate) const SQUARE_ROWS: usize = 16;
 /// Columns of a square.
 const SQUARE_COLUMNS: usize = 8;
 /// Lanes along `k`.
-const LANES_K: usize = 4;
+pub(crate) const LANES_K: usize = 4;
 /// Squares along the rows of one plane.
 const ROW_SQUARES: usize = 2;
 

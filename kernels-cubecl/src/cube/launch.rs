@@ -4,12 +4,14 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
+use burn_cubecl::cubecl::client::ComputeClient;
 use burn_cubecl::cubecl::prelude::*;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::ops::permute;
 use burn_cubecl::tensor::CubeTensor;
 
 use super::direct::direct_kernel;
+use super::direct_outer::direct_outer_kernel;
 use super::outer::{self, add_parts_kernel, outer_kernel};
 use super::plan::{self, DirectShape, MAX_RANK, Precision, ROWS, Side, tile, width};
 use super::product::{TensorCores, UNITS, Units};
@@ -352,6 +354,14 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
         }
         let low = View::new(self.low, 0..rank);
         let wide = View::by_token(self.wide, self.columns);
+        let grouped = experts != 1 || self.rows.rows() != rows;
+        let plan = |tile| outer::Plan {
+            tile,
+            between: self.behind.map(|f| f.activation),
+            rank_first: self.rank_first,
+            grouped,
+        };
+        let direct = plan::direct_outer(&client, precision, [rank, n], &low, &wide, plan);
         let low_inner_k = low.layout == Layout::ByFeature;
         let low_width = width(&client, elem_size, |width| {
             !low_inner_k && low.allows(width) && rank.is_multiple_of(width)
@@ -363,32 +373,21 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             Some(_) => rank.min(MAX_RANK),
             None => rank.min(UNIT_COLUMNS),
         };
-        let tile = tile(
-            [lines, OUTER_COLUMNS, rows],
-            Side {
-                inner_k: low_inner_k,
-                width: low_width,
-            },
-            Side {
-                inner_k: false,
-                width: wide_width,
-            },
-            1,
-            precision,
-        );
-        let grouped = experts != 1 || self.rows.rows() != rows;
-        let plan = outer::Plan {
-            tile,
-            between: self.behind.map(|f| f.activation),
-            rank_first: self.rank_first,
-            grouped,
+        let side = |inner_k, width| Side { inner_k, width };
+        let tile = match &direct {
+            Some(direct) => direct.plan.tile,
+            None => tile(
+                [lines, OUTER_COLUMNS, rows],
+                side(low_inner_k, low_width),
+                side(false, wide_width),
+                1,
+                precision,
+            ),
         };
+        let plan = plan(tile);
         let cubes = [n.div_ceil(tile.n), experts * rank.div_ceil(tile.m)];
-        let parts = parts(
-            &client,
-            cubes[0] * cubes[1],
-            rows.div_ceil(experts * tile.k),
-        );
+        let step = direct.map_or(tile.k, |direct| direct.round());
+        let parts = parts(&client, cubes[0] * cubes[1], rows.div_ceil(experts * step));
         let target = if parts == 1 {
             out.clone()
         } else {
@@ -415,6 +414,37 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             ArrayArg::from_raw_parts(tensor.handle.clone(), tensor.meta.num_elements())
         };
         let scale = self.behind.map_or(1.0, |f| f.scale) as f32;
+        if let Some(direct) = direct {
+            // SAFETY: as for the kernel below; widths divide the extents and places, which was checked.
+            unsafe {
+                direct_outer_kernel::launch_unchecked::<R>(
+                    &client,
+                    count,
+                    CubeDim::new_1d(UNITS as u32),
+                    address,
+                    direct.low_width(),
+                    direct.n_tiles,
+                    1,
+                    low.arg(),
+                    wide.arg(),
+                    result(&target),
+                    table,
+                    offsets_at,
+                    rows,
+                    low.at,
+                    low.stride,
+                    wide.at,
+                    wide.stride,
+                    rank,
+                    n,
+                    experts,
+                    scale,
+                    direct,
+                    [precision.element, target_type],
+                )
+            }
+            return add_parts(&client, target, out, parts, precision);
+        }
         macro_rules! launch {
             ($product:ty) => {
                 // SAFETY: the kernel reads rows between offsets, which lie inside all_rows, and
@@ -454,25 +484,38 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             Some(_) => launch!(TensorCores),
             None => launch!(Units),
         }
-        if parts > 1 {
-            let len = out.meta.num_elements();
-            // SAFETY: `parts` arrays of `len` elements are read, `len` elements are written.
-            unsafe {
-                add_parts_kernel::launch_unchecked::<R>(
-                    &client,
-                    CubeCount::Static(len.div_ceil(UNITS) as u32, 1, 1),
-                    CubeDim::new_1d(UNITS as u32),
-                    address,
-                    result(&target),
-                    result(&out),
-                    parts,
-                    len,
-                    precision.element,
-                )
-            }
-        }
-        out
+        add_parts(&client, target, out, parts, precision)
     }
+}
+
+/// The sum of `[parts, ..]` in `out`, where there are several.
+fn add_parts<R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    target: CubeTensor<R>,
+    out: CubeTensor<R>,
+    parts: usize,
+    precision: Precision,
+) -> CubeTensor<R> {
+    if parts == 1 {
+        return out;
+    }
+    let len = out.meta.num_elements();
+    // SAFETY: `parts` arrays of `len` elements are read, `len` elements are written; both buffers were
+    // made for as many.
+    unsafe {
+        add_parts_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(len.div_ceil(UNITS) as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            AddressType::from_len(parts * len),
+            ArrayArg::from_raw_parts(target.handle, parts * len),
+            ArrayArg::from_raw_parts(out.handle.clone(), len),
+            parts,
+            len,
+            precision.element,
+        )
+    }
+    out
 }
 
 /// A slope reads one value of `z` at a time.
@@ -485,11 +528,7 @@ fn finish_without_gate(finish: Finish) -> Finish {
 
 /// How many cubes share the sum of one output, where the outputs alone would leave half of the
 /// device idle. Each takes at least two blocks.
-fn parts<R: CubeRuntime>(
-    client: &burn_cubecl::cubecl::client::ComputeClient<R>,
-    cubes: usize,
-    blocks: usize,
-) -> usize {
+fn parts<R: CubeRuntime>(client: &ComputeClient<R>, cubes: usize, blocks: usize) -> usize {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let processors = processors.unwrap_or(1) as usize;
     if 2 * cubes > processors {

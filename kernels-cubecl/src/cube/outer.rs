@@ -59,21 +59,7 @@ pub(crate) fn outer_kernel<
     let column = CUBE_POS_X as usize * tile.n;
     let columns = n - column;
 
-    let (first, end) = if comptime!(plan.grouped) {
-        (
-            table[offsets_at + expert] as usize,
-            table[offsets_at + expert + 1] as usize,
-        )
-    } else {
-        (0usize.runtime(), all_rows)
-    };
-    // Parts are whole steps, so that their sums do not depend on where a step ends.
-    let part = (end - first)
-        .div_ceil(tile.k)
-        .div_ceil(CUBE_COUNT_Z as usize)
-        * tile.k;
-    let from = min(first + CUBE_POS_Z as usize * part, end);
-    let to = min(from + part, end);
+    let (from, to) = part(table, offsets_at, expert, all_rows, tile.k, plan.grouped);
 
     let mut low_blocks = SharedMemory::<Vector<S, ML>>::new_aligned(
         comptime!(2 * tile.left.len() / tile.left.shared_width),
@@ -168,6 +154,46 @@ pub(crate) fn outer_kernel<
     sync_cube();
 
     let out_at = (CUBE_POS_Z as usize * experts + expert) * rank * n;
+    write_totals::<O, MO>(&totals, out, out_at, rank, n, line, column, plan);
+}
+
+/// The rows of an expert that this cube sums: whole steps, so that their sums do not depend on where a
+/// step ends.
+#[cube]
+pub(crate) fn part(
+    table: &Array<u32>,
+    offsets_at: usize,
+    expert: usize,
+    all_rows: usize,
+    #[comptime] step: usize,
+    #[comptime] grouped: bool,
+) -> (usize, usize) {
+    let mut first = 0usize.runtime();
+    let mut end = all_rows;
+    if comptime!(grouped) {
+        first = table[offsets_at + expert] as usize;
+        end = table[offsets_at + expert + 1] as usize;
+    }
+    let part = (end - first).div_ceil(step).div_ceil(CUBE_COUNT_Z as usize) * step;
+    let from = min(first + CUBE_POS_Z as usize * part, end);
+    (from, min(from + part, end))
+}
+
+/// Writes the lines from `line` on and the columns from `column` on of one expert's output.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn write_totals<O: Float, MO: Size>(
+    totals: &SharedMemory<Vector<f32, MO>>,
+    out: &mut Array<O>,
+    out_at: usize,
+    rank: usize,
+    n: usize,
+    line: usize,
+    column: usize,
+    #[comptime] plan: Plan,
+) {
+    let tile = comptime!(plan.tile);
+    let (lines, columns) = (rank - line, n - column);
     let unit = UNIT_POS as usize;
     #[unroll]
     for i in 0..comptime!((tile.m * tile.n).div_ceil(UNITS)) {

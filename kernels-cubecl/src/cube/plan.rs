@@ -8,6 +8,8 @@ use burn_cubecl::cubecl::ir::{ElemType, FloatKind, StorageType};
 use burn_cubecl::tensor::CubeTensor;
 
 use super::direct::{self, Direct};
+use super::direct_outer::DirectOuter;
+use super::outer;
 use super::product::{Block, PLANES, SQUARE, Tile, UNITS};
 use super::project::{Finish, Plan};
 use super::view::{Stack, View};
@@ -322,6 +324,39 @@ pub(crate) fn direct<R: CubeRuntime>(
         shared: shared.then(|| k.next_multiple_of(chunk * planes[2] * ahead)),
         transposed: shape.transposed,
         x_by_row,
+    })
+}
+
+/// The same for the gradient of a factor.
+pub(crate) fn direct_outer<R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    precision: Precision,
+    [rank, n]: [usize; 2],
+    low: &View,
+    wide: &View,
+    plan: impl FnOnce(Tile) -> outer::Plan,
+) -> Option<DirectOuter> {
+    const N_TILES: usize = 4;
+    if precision.step != Some(SQUARE) || !registers(client, precision.block) {
+        return None;
+    }
+    let m_tiles = rank.div_ceil(SQUARE).next_power_of_two().min(4);
+    let planes_m = rank.div_ceil(SQUARE * m_tiles).next_power_of_two();
+    let low_by_row = low.layout == Layout::ByToken;
+    let slots = 2 * m_tiles;
+    let fits = wide.allows(N_TILES)
+        && n.is_multiple_of(N_TILES)
+        && (!low_by_row || low.allows(slots) && rank.is_multiple_of(slots));
+    fits.then(|| {
+        let mut tile = direct::tile([planes_m, 1, PLANES / planes_m], 8 * N_TILES, 1, SQUARE);
+        tile.m = planes_m * m_tiles * SQUARE;
+        DirectOuter {
+            plan: plan(tile),
+            m_tiles,
+            n_tiles: N_TILES,
+            ahead: if m_tiles <= 2 { 4 } else { 2 },
+            low_by_row,
+        }
     })
 }
 
