@@ -84,7 +84,7 @@ impl<B: Cuda> Calls<B> {
         };
         let experts = if case.grouped { EXPERTS } else { 1 };
         let counts = vec![TOKENS / experts; experts];
-        let [input, _, base] = case.widths();
+        let [input, _, base] = case.widths(group.size());
         let random = |width| -> Vec<Tensor<B, 2>> {
             let one = |_| Tensor::random([TOKENS, width], Distribution::Normal(0.0, 1.0), device);
             (0..inputs).map(one).collect()

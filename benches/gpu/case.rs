@@ -45,22 +45,22 @@ pub const CASES: [Case; 4] = [
 const BYTES: usize = 2;
 
 impl Case {
-    /// Columns of a rank's input, of the delta and of the base that it joins.
-    pub fn widths(&self) -> [usize; 3] {
+    /// Columns of a rank's input, of the delta and of the base that it joins, in a group of `ranks`.
+    pub fn widths(&self, ranks: usize) -> [usize; 3] {
         match self.down {
-            true => [FFN / RANKS, HIDDEN / RANKS, HIDDEN],
-            false => [HIDDEN, FFN / RANKS, FFN / RANKS],
+            true => [FFN / ranks, HIDDEN / ranks, HIDDEN],
+            false => [HIDDEN, FFN / ranks, FFN / ranks],
         }
     }
 
     /// Bytes of a rank's input and of the base.
-    pub fn activation_bytes(&self) -> [usize; 2] {
-        let [input, _, base] = self.widths();
+    pub fn activation_bytes(&self, ranks: usize) -> [usize; 2] {
+        let [input, _, base] = self.widths(ranks);
         [input, base].map(|width| TOKENS * width * BYTES)
     }
 
     fn factor_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths();
+        let [input, delta, _] = self.widths(RANKS);
         let rank_a = if self.down { RANK } else { RANK / RANKS };
         let experts = if self.grouped { EXPERTS } else { 1 };
         experts * (rank_a * input + delta * RANK) * BYTES
@@ -69,14 +69,14 @@ impl Case {
     /// The least that a forward pass moves: input and factors read, the base's slice read and
     /// written. The `[T, r]` between them stays in the cache.
     pub fn forward_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths();
+        let [input, delta, _] = self.widths(RANKS);
         TOKENS * (input + 2 * delta) * BYTES + self.factor_bytes()
     }
 
     /// The least that a backward pass moves: the slice of the cotangent, input and factors read,
     /// the input's gradient and the factors' written.
     pub fn backward_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths();
+        let [input, delta, _] = self.widths(RANKS);
         TOKENS * (2 * input + delta) * BYTES + 2 * self.factor_bytes()
     }
 }

@@ -15,7 +15,7 @@ use burn::tensor::ops::FloatTensor;
 use burn_cubecl::cubecl::config::memory::MemoryLogLevel;
 use burn_cubecl::cubecl::config::profiling::ProfilingLogLevel;
 use burn_cubecl::cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
-use burn_moe_lora::parallel::{CollectiveError, GroupName};
+use burn_moe_lora::parallel::{CollectiveError, GroupName, Solo};
 use burn_moe_lora::prelude::*;
 use log::{LevelFilter, Log, Metadata, Record};
 use serde_json::json;
@@ -182,14 +182,15 @@ impl Counts {
     }
 
     /// A row; `kept` are the bytes that are in use after the call and were not before.
-    fn show(&self, report: &mut Report, case: &Case, backend: &str, pass: &str, kept: i64) {
+    fn show(&self, report: &mut Report, case: &Case, place: &Place, pass: &str, kept: i64) {
+        let Place { ranks, backend } = place;
         let launches: usize = self.launches.values().sum();
         let sum: f64 = self.buffers.iter().sum();
         let largest = self.buffers.first().copied().unwrap_or(0.0);
-        let [input, base] = case.activation_bytes();
+        let [input, base] = case.activation_bytes(place.ranks);
         report.row(
             format!(
-                "{:<13}{backend:<8}{pass:>8}{launches:>9}{:>7}{:>8}{:>10.2}{:>9.2}{:>9.2}{:>8.2}{:>8.2}",
+                "{:<13}{ranks:>4} {backend:<8}{pass:>8}{launches:>9}{:>7}{:>8}{:>10.2}{:>9.2}{:>9.2}{:>8.2}{:>8.2}",
                 case.name,
                 self.collectives,
                 self.buffers.len(),
@@ -200,7 +201,7 @@ impl Counts {
                 base as f64 / 1e6,
             ),
             &json!({
-                "part": "counts", "case": case.name, "backend": backend, "pass": pass,
+                "part": "counts", "case": case.name, "etp": ranks, "backend": backend, "pass": pass,
                 "launches": launches, "kernels": self.launches,
                 "collectives": self.collectives, "buffers": self.buffers, "buffer_bytes": sum,
                 "kept_bytes": kept, "input_bytes": input, "base_bytes": base,
@@ -232,8 +233,9 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
         "one call: launches of CubeCL, collectives, and all buffers that were handed out, in MB",
     );
     report.text(format!(
-        "{:<13}{:<8}{:>8}{:>9}{:>7}{:>8}{:>10}{:>9}{:>9}{:>8}{:>8}",
+        "{:<13}{:>4} {:<8}{:>8}{:>9}{:>7}{:>8}{:>10}{:>9}{:>9}{:>8}{:>8}",
         "case",
+        "ETP",
         "backend",
         "pass",
         "launches",
@@ -245,13 +247,42 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
         "input",
         "base"
     ));
-    count::<Plain>(args, rank, report, &gpu, "plain");
-    count::<Fused>(args, rank, report, &gpu, "fusion");
+    for ranks in [RANKS, 1] {
+        count::<Plain>(
+            args,
+            rank,
+            report,
+            &gpu,
+            Place {
+                ranks,
+                backend: "plain",
+            },
+        );
+        count::<Fused>(
+            args,
+            rank,
+            report,
+            &gpu,
+            Place {
+                ranks,
+                backend: "fusion",
+            },
+        );
+    }
 }
 
-fn count<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, backend: &str) {
+/// The size of the group, and the backend.
+struct Place {
+    ranks: usize,
+    backend: &'static str,
+}
+
+fn count<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, place: Place) {
     let group = Arc::new(Counting {
-        inner: Transport::<B>::open(rank, GroupName::ExpertTp, (0..RANKS).collect()),
+        inner: match place.ranks {
+            1 => Arc::new(Solo::new(GroupName::ExpertTp)),
+            _ => Transport::<B>::open(rank, GroupName::ExpertTp, (0..RANKS).collect()),
+        },
         calls: AtomicUsize::new(0),
     });
     let wait = || {
@@ -270,14 +301,14 @@ fn count<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, back
         let before = gpu.in_use();
         let mut y = None;
         let forward = Counts::of(&group, wait, || y = Some(calls.forward(0)));
-        forward.show(report, case, backend, "fwd", gpu.in_use() - before);
+        forward.show(report, case, &place, "fwd", gpu.in_use() - before);
         drop(y);
         // The gradients of the input and of the factors are outputs of this one, and held.
         wait();
         let before = gpu.in_use();
         let mut grads = None;
         let both = Counts::of(&group, wait, || grads = Some(calls.forward_backward(0)));
-        both.show(report, case, backend, "fwd+bwd", gpu.in_use() - before);
+        both.show(report, case, &place, "fwd+bwd", gpu.in_use() - before);
         drop(grads);
     }
 }
