@@ -12,7 +12,7 @@ use burn_ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
 
 /// burn's CUDA backend, with and without fusion.
 pub trait CudaBackend: Backend<Device = CudaDevice> {
-    /// The buffer behind a tensor, after the operations that fill it have been given to the GPU.
+    /// The buffer behind a tensor, after the operations that fill it have been queued for the GPU.
     fn resolve(tensor: FloatTensor<Self>) -> CubeTensor<CudaRuntime>;
 
     /// The tensor of a buffer.

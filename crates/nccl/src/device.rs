@@ -1,7 +1,13 @@
-//! One rank's GPU: CubeCL's context on it, a stream for the collectives, and events.
+//! One rank's GPU: CubeCL's context and queue on it, a stream for the collectives, and events.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
+use burn_cubecl::cubecl::Runtime;
+use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn_cubecl::cubecl::device::Device as _;
+use burn_cubecl::cubecl::device_handle::DeviceHandle;
+use burn_cubecl::cubecl::server::{Binding, ComputeServer};
+use burn_cubecl::cubecl::stream_id::StreamId;
 use cudarc::driver::DriverError;
 use cudarc::driver::{result, sys};
 
@@ -16,9 +22,15 @@ pub fn gpu_count() -> usize {
     result::device::get_count().map_or(0, |count| count as usize)
 }
 
+/// CubeCL's state of a GPU. One thread of CubeCL's own has it, and takes what is queued for it in turn.
+pub(crate) type Server = <CudaRuntime as Runtime>::Server;
+
 /// Collectives of all groups of a rank go through one stream, in program order.
 pub(crate) struct Device {
     pub index: usize,
+    /// CubeCL's, which every launch goes through. Taken at the first use: it is made with the first
+    /// tensor.
+    queue: OnceLock<DeviceHandle<Server>>,
     context: sys::CUcontext,
     stream: sys::CUstream,
     idle: Mutex<Vec<Event>>,
@@ -70,6 +82,7 @@ impl Device {
         };
         Ok(Self {
             index,
+            queue: OnceLock::new(),
             context,
             stream,
             idle: Mutex::default(),
@@ -81,6 +94,22 @@ impl Device {
     pub fn make_current(&self) -> Result<(), String> {
         // SAFETY: the context was retained when the device was opened.
         unsafe { result::ctx::set_current(self.context) }.map_err(|error| error.to_string())
+    }
+
+    /// Has CubeCL's thread call `task` after all that the calling thread has launched before, and in
+    /// its place, without a wait for either.
+    ///
+    /// Launches may wait in the queue until it is full. This does not: other ranks wait for it.
+    pub fn submit(&self, task: impl FnOnce(&mut Server) + Send + 'static) {
+        let id = || CudaDevice::new(self.index).to_id();
+        let queue = self.queue.get_or_init(|| DeviceHandle::new(id()));
+        queue.submit(task);
+        queue.flush_queue();
+    }
+
+    /// Whether anything was ever submitted.
+    pub fn is_used(&self) -> bool {
+        self.queue.get().is_some()
     }
 
     /// Calls `issue`, which gives work to the stream, between everything that the context was given
@@ -145,6 +174,15 @@ impl Device {
             .map_err(|error| error.to_string())?;
         Ok(Event(event))
     }
+}
+
+/// Where a buffer is on the GPU, as of the tasks before this one.
+pub(crate) fn address(server: &mut Server, buffer: Binding) -> Result<u64, String> {
+    // The submitting thread's: CubeCL's thread takes it on for the task.
+    let stream = StreamId::current();
+    let resource = server.get_resource(buffer, stream);
+    let resource = resource.map_err(|error| format!("the tensor has no buffer: {error:?}"))?;
+    Ok(resource.resource().ptr)
 }
 
 impl Drop for Event {

@@ -18,13 +18,14 @@ use moe_lora_parallel::{
 use crate::backend::CudaBackend;
 use crate::board::Place;
 use crate::communicator::{Communicator, Issue};
+use crate::device::address;
 use crate::frame::{decode_signature, encode_signature};
 use crate::world::{Owner, World};
 
 type Buffer = CubeTensor<CudaRuntime>;
 
-/// Operations on tensors give work to the GPU and return: the host waits for nothing. `barrier` and
-/// `exchange_sizes` are about the host and go over the ranks' connections, without a GPU: the token
+/// Operations on tensors are queued for the GPU as launches are: the host waits for nothing. `barrier`
+/// and `exchange_sizes` are about the host and go over the ranks' connections, without a GPU: the token
 /// counts are on the host already, and a transfer through NCCL would wait for all work before it.
 pub(crate) struct NcclGroup {
     owner: Arc<Owner>,
@@ -59,7 +60,7 @@ impl NcclGroup {
         }
     }
 
-    fn world(&self) -> &World {
+    fn world(&self) -> &Arc<World> {
         &self.owner.world
     }
 
@@ -155,6 +156,10 @@ impl NcclGroup {
             world.fail(reason.clone());
             self.broken(op, reason)
         };
+        // Connecting allocates on the GPU, which may wait there for calls that other ranks have not
+        // been given yet.
+        world.flush();
+        world.check(op, self.name)?;
         let id = match self.index {
             0 => Communicator::id().map_err(fail)?,
             _ => Vec::new(),
@@ -169,28 +174,20 @@ impl NcclGroup {
         Ok(slot.insert(communicator).clone())
     }
 
-    /// Issues the NCCL calls of one collective on buffers that stay where they are.
-    fn issue(
+    /// Queues the NCCL calls of one collective, from a buffer to a buffer. Both stay until then.
+    fn submit(
         &self,
         op: CollectiveOp,
-        communicator: &Communicator,
+        communicator: Arc<Communicator>,
         [from, to]: [&Buffer; 2],
-        calls: impl FnOnce(&Issue<'_>, u64, u64) -> Result<(), String>,
-    ) -> Result<(), CollectiveError> {
-        // Given to CubeCL's queue after everything that fills the buffers: once it answers, that
-        // work is in the GPU's streams.
-        let addresses = address(from).and_then(|first| {
-            let second = if std::ptr::eq(from, to) {
-                Ok(first)
-            } else {
-                address(to)
-            };
-            Ok((first, second?))
+        calls: impl FnOnce(&Issue<'_>, u64, u64) -> Result<(), String> + Send + 'static,
+    ) {
+        let dtype = from.dtype;
+        let [from, to] = [from, to].map(|x| x.handle.clone().binding());
+        self.world().submit(op, self.name, move |server, device| {
+            let (from, to) = (address(server, from)?, address(server, to)?);
+            device.in_order(|stream| calls(&communicator.on(stream, dtype)?, from, to))
         });
-        let (source, target) = addresses.map_err(|reason| self.broken(op, reason))?;
-        self.world().issue(op, self.name, |stream| {
-            calls(&communicator.on(stream, from.dtype)?, source, target)
-        })
     }
 
     fn all_reduce(&self, x: Buffer) -> Result<Buffer, CollectiveError> {
@@ -203,9 +200,9 @@ impl NcclGroup {
         let x = contiguous(x);
         let new = unless_free(&x);
         let sum = new.as_ref().unwrap_or(&x);
-        self.issue(op, &communicator, [&x, sum], |nccl, from, to| {
+        self.submit(op, communicator, [&x, sum], move |nccl, from, to| {
             nccl.all_reduce(from, to, count)
-        })?;
+        });
         Ok(new.unwrap_or(x))
     }
 
@@ -225,25 +222,26 @@ impl NcclGroup {
         let row = row_elements(&x);
         let even = sizes.iter().all(|size| *size == sizes[0]);
         let bytes = row * x.elem_size();
+        let (sizes, own) = (sizes.to_vec(), sizes[self.index]);
         // A rank without rows has no buffer to send from.
-        let source = if sizes[self.index] == 0 { &whole } else { &x };
-        self.issue(op, &communicator, [source, &whole], |nccl, from, to| {
+        let source = if own == 0 { &whole } else { &x };
+        self.submit(op, communicator, [source, &whole], move |nccl, from, to| {
             if even {
                 return nccl.all_gather(from, to, sizes[0] * row);
             }
             nccl.together(|nccl| {
                 for (k, size) in sizes.iter().enumerate() {
-                    if sizes[self.index] > 0 {
-                        nccl.send(from, sizes[self.index] * row, k)?;
+                    if own > 0 {
+                        nccl.send(from, own * row, k)?;
                     }
                     if *size > 0 {
-                        let place = to + (range_of(sizes, k).start * bytes) as u64;
+                        let place = to + (range_of(&sizes, k).start * bytes) as u64;
                         nccl.recv(place, size * row, k)?;
                     }
                 }
                 Ok(())
             })
-        })?;
+        });
         Ok(to_front(whole, dim))
     }
 
@@ -263,20 +261,21 @@ impl NcclGroup {
         let row = row_elements(&x);
         let even = sizes.iter().all(|size| *size == sizes[0]);
         let bytes = row * x.elem_size();
+        let sizes = sizes.to_vec();
         // A rank without rows takes part in the sums of the others.
         let target = if sizes[self.index] == 0 { &x } else { &part };
-        self.issue(op, &communicator, [&x, target], |nccl, from, to| {
+        self.submit(op, communicator, [&x, target], move |nccl, from, to| {
             if even {
                 return nccl.reduce_scatter(from, to, sizes[0] * row);
             }
             nccl.together(|nccl| {
                 for (k, size) in sizes.iter().enumerate().filter(|(_, size)| **size > 0) {
-                    let place = from + (range_of(sizes, k).start * bytes) as u64;
+                    let place = from + (range_of(&sizes, k).start * bytes) as u64;
                     nccl.reduce(place, to, size * row, k)?;
                 }
                 Ok(())
             })
-        })?;
+        });
         Ok(to_front(part, dim))
     }
 
@@ -300,21 +299,22 @@ impl NcclGroup {
             (true, false) => [&x, &x],
             (false, true) => [&y, &y],
         };
-        self.issue(op, &communicator, [from, to], |nccl, from, to| {
+        let (send, recv) = (send.to_vec(), recv.to_vec());
+        self.submit(op, communicator, [from, to], move |nccl, from, to| {
             nccl.together(|nccl| {
                 for k in 0..send.len() {
                     if send[k] > 0 && row > 0 {
-                        let place = from + (range_of(send, k).start * bytes) as u64;
+                        let place = from + (range_of(&send, k).start * bytes) as u64;
                         nccl.send(place, send[k] * row, k)?;
                     }
                     if recv[k] > 0 && row > 0 {
-                        let place = to + (range_of(recv, k).start * bytes) as u64;
+                        let place = to + (range_of(&recv, k).start * bytes) as u64;
                         nccl.recv(place, recv[k] * row, k)?;
                     }
                 }
                 Ok(())
             })
-        })?;
+        });
         Ok(y)
     }
 
@@ -329,9 +329,9 @@ impl NcclGroup {
         // At the root NCCL reads the buffer alone.
         let new = unless_free(&x).filter(|_| self.index != root);
         let y = new.as_ref().unwrap_or(&x);
-        self.issue(op, &communicator, [&x, y], |nccl, from, to| {
+        self.submit(op, communicator, [&x, y], move |nccl, from, to| {
             nccl.broadcast(from, to, count, root)
-        })?;
+        });
         Ok(new.unwrap_or(x))
     }
 
@@ -413,21 +413,27 @@ fn signature(op: CollectiveOp, x: &Buffer) -> Signature {
     Signature::tensor(op, x.dtype, x.shape().to_vec())
 }
 
-/// Where the buffer is on the GPU. The tensor keeps it there.
-fn address(x: &Buffer) -> Result<u64, String> {
-    let resource = x.client.get_resource(x.handle.clone());
-    let resource = resource.map_err(|error| format!("the tensor has no buffer: {error:?}"))?;
-    Ok(resource.resource().ptr)
-}
-
 /// A new buffer for the result, unless nobody else reads this one and it can hold it.
 fn unless_free(x: &Buffer) -> Option<Buffer> {
     (!x.handle.can_mut()).then(|| with_shape(x, x.shape()))
 }
 
-/// Rows one after the other. A tensor without elements is left alone: there is nothing to launch.
+/// Rows one after the other. A tensor that lies so, or has no elements, is left alone: there is
+/// nothing to launch.
 fn contiguous(x: Buffer) -> Buffer {
-    if x.meta.num_elements() == 0 {
+    let (shape, strides) = (x.meta.shape(), x.meta.strides());
+    let mut step = 1;
+    // CubeCL would copy a transposed `[tokens, 1]`, for the stride of a dimension of one element.
+    let in_rows = shape
+        .iter()
+        .zip(strides.iter())
+        .rev()
+        .all(|(extent, stride)| {
+            let next = *extent == 1 || *stride == step;
+            step *= extent;
+            next
+        });
+    if in_rows || x.meta.num_elements() == 0 {
         return x;
     }
     into_contiguous(x)

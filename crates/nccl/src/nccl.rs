@@ -127,10 +127,13 @@ impl NcclConfig {
 
 /// One rank of a world of GPUs: the [`Transport`] that opens its groups.
 ///
-/// Calls on tensors are ordered with CubeCL's work on the GPU by events; the host does not wait.
-/// When a rank is lost, a call fails or takes too long, a watchdog aborts what is under way and
-/// every later call on any thread returns the error. Values of calls that were under way are then
-/// meaningless: [`check`](Self::check) after reading a loss says so.
+/// Calls on tensors are queued for the GPU as CubeCL's launches are, and ordered with them by events;
+/// the host waits for neither. A call returns an error of its own when its sizes, its tensor's GPU or,
+/// with checks, the other ranks' calls do not fit. What is found once it is queued is the error of
+/// every later call on any thread: when a rank is lost, a call fails or takes too long, a watchdog
+/// aborts what is under way, and the error says what the rank calls now, in which group, and which
+/// call or rank was the cause. Values of calls that were queued or under way are then meaningless:
+/// [`check`](Self::check) after reading a loss says so.
 ///
 /// Use it and its groups on one thread at a time. The world ends for this rank with the last of
 /// them; rank 0's process stays until the other ranks have ended too.
@@ -176,7 +179,7 @@ impl Nccl {
         &self.device
     }
 
-    /// Whether all calls so far may be relied on.
+    /// Whether all calls may be relied on whose results have been read.
     ///
     /// # Errors
     ///

@@ -2,17 +2,18 @@
 //! the watchdog over them.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::CUstream;
 use moe_lora_parallel::{CollectiveError, CollectiveOp, GroupName};
 
 use crate::board::{Absence, Departure};
 use crate::communicator::Communicator;
-use crate::device::{Device, Event};
+use crate::device::{Device, Event, Server};
 use crate::host::Host;
 
 /// How often the watchdog looks.
@@ -28,15 +29,15 @@ pub(crate) struct World {
     pub checks: bool,
     pub host: Host,
     pub device: Arc<Device>,
-    /// Held from the first to the last step of a call: the stream takes calls in program order.
-    order: Mutex<()>,
+    /// Held while a call is being issued, when the host may be inside NCCL.
+    issuing: Mutex<()>,
     calls: Mutex<Calls>,
     communicators: Mutex<Vec<Arc<Communicator>>>,
     failure: Mutex<Option<Failure>>,
     over: AtomicBool,
 }
 
-/// Calls that have not ended on the GPU, oldest first.
+/// Calls that have been issued and have not ended on the GPU, oldest first.
 struct Calls {
     open: VecDeque<Call>,
     /// Since when the first of them is the oldest.
@@ -72,7 +73,7 @@ impl World {
             checks,
             host,
             device: Arc::new(device),
-            order: Mutex::default(),
+            issuing: Mutex::default(),
             calls: Mutex::new(Calls {
                 open: VecDeque::new(),
                 since: Instant::now(),
@@ -166,51 +167,96 @@ impl World {
         lock(&self.communicators).push(communicator);
     }
 
-    /// Gives the stream the work of one call, in order with the work of CubeCL.
-    pub fn issue(
+    /// Queues one call behind what the calling thread has launched, and returns. `work` issues it,
+    /// on CubeCL's thread; what fails there is the end of the world, and an error of later calls.
+    pub fn submit(
+        self: &Arc<Self>,
+        op: CollectiveOp,
+        group: GroupName,
+        work: impl FnOnce(&mut Server, &Device) -> Result<Event, String> + Send + 'static,
+    ) {
+        let world = self.clone();
+        self.device.submit(move |server| {
+            let work = || work(server, &world.device);
+            if let Err(reason) = world.issue(op, group, work) {
+                world.fail(format!("{op} on group {group}: {reason}"));
+            }
+        });
+    }
+
+    fn issue(
         &self,
         op: CollectiveOp,
         group: GroupName,
-        work: impl FnOnce(CUstream) -> Result<(), String>,
-    ) -> Result<(), CollectiveError> {
-        let _order = lock(&self.order);
-        self.check(op, group)?;
+        work: impl FnOnce() -> Result<Event, String>,
+    ) -> Result<(), String> {
+        let _issuing = lock(&self.issuing);
+        if self.has_failed() {
+            // The communicators are aborted, or will be.
+            return Ok(());
+        }
+        self.device.make_current()?;
         {
             let mut calls = lock(&self.calls);
-            calls.reap(&self.device).unwrap_or_else(|e| self.fail(e));
+            calls.reap(&self.device)?;
             if calls.open.is_empty() {
                 calls.since = Instant::now();
             }
             let done = None;
             calls.open.push_back(Call { op, group, done });
         }
-        let issued = self
-            .device
-            .make_current()
-            .and_then(|()| self.device.in_order(work));
+        // CubeCL would write a panic to its log, and go on.
+        let issued = catch_unwind(AssertUnwindSafe(work));
+        let event = issued.unwrap_or_else(|_| Err("panicked (stderr has the message)".into()))?;
         let mut calls = lock(&self.calls);
-        match issued {
-            Ok(event) => {
-                let call = calls.open.back_mut().expect("the call is the last one");
-                call.done = Some(event);
-            }
-            Err(reason) => {
-                calls.open.pop_back();
-                self.fail(reason);
+        let call = calls.open.back_mut().expect("the call is the last one");
+        call.done = Some(event);
+        Ok(())
+    }
+
+    /// Waits until the calls that are queued have been issued. One that is stuck inside NCCL is ended
+    /// by the watchdog.
+    pub fn flush(&self) {
+        if !self.device.is_used() || self.has_failed() {
+            return;
+        }
+        let (send, reached) = mpsc::channel();
+        self.device.submit(move |_| {
+            let _ = send.send(());
+        });
+        let start = Instant::now();
+        while !self.has_failed() {
+            match reached.recv_timeout(POLL) {
+                Err(RecvTimeoutError::Timeout) if start.elapsed() < self.timeout => {}
+                Err(RecvTimeoutError::Timeout) => self.fail(format!(
+                    "calls were still queued after {:?} (the GPU's thread does not take them)",
+                    self.timeout
+                )),
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
             }
         }
-        drop(calls);
-        // Also what the watchdog found meanwhile: it may have ended this very call.
-        self.check(op, group)
+    }
+
+    fn has_failed(&self) -> bool {
+        lock(&self.failure).is_some()
     }
 
     /// One look of the watchdog: whether there is more to watch.
     fn inspect(&self) -> bool {
-        if lock(&self.failure).is_none() {
+        if !self.has_failed() {
             self.look_for_failure();
         }
+        let failed = self.has_failed();
+        if failed {
+            self.give_up();
+        }
+        !failed
+    }
+
+    /// After a failure: ends what is under way, and tells the others the cause.
+    fn give_up(&self) {
         let Some(failure) = lock(&self.failure).clone() else {
-            return true;
+            return;
         };
         self.abort();
         let reason = match failure {
@@ -218,7 +264,6 @@ impl World {
             Failure::Broken(reason) => format!("failed: {reason}"),
         };
         self.leave(reason, false);
-        false
     }
 
     fn look_for_failure(&self) {
@@ -252,13 +297,13 @@ impl World {
     }
 
     /// Ends what is under way. A call that is stuck inside NCCL, in a connection to a lost rank,
-    /// holds the lock and returns because of the abort.
+    /// holds the lock and returns because of the abort. Calls that are queued are not issued.
     fn abort(&self) {
         let start = Instant::now();
-        let mut order = self.order.try_lock();
-        while order.is_err() && start.elapsed() < PATIENCE {
+        let mut issuing = self.issuing.try_lock();
+        while issuing.is_err() && start.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));
-            order = self.order.try_lock();
+            issuing = self.issuing.try_lock();
         }
         let _ = self.device.make_current();
         lock(&self.communicators).iter().for_each(|c| c.abort());
@@ -272,13 +317,17 @@ impl World {
         });
     }
 
-    /// Waits for the calls under way.
+    /// Waits for the calls that are queued or under way.
     fn settle(&self) {
+        self.flush();
         let start = Instant::now();
-        while start.elapsed() < self.timeout && lock(&self.failure).is_none() {
+        while !self.has_failed() {
             let mut calls = lock(&self.calls);
-            if calls.reap(&self.device).is_err() || calls.open.is_empty() {
-                return;
+            match calls.reap(&self.device) {
+                Err(reason) => self.fail(reason),
+                Ok(()) if calls.open.is_empty() => return,
+                Ok(()) if start.elapsed() < self.timeout => {}
+                Ok(()) => self.fail(format!("calls did not end within {:?}", self.timeout)),
             }
             drop(calls);
             thread::sleep(Duration::from_millis(1));
@@ -337,11 +386,11 @@ impl Drop for Owner {
             watchdog.thread().unpark();
             let _ = watchdog.join();
         }
-        let failed = lock(&world.failure).is_some();
-        if panicking || failed {
-            world.abort();
-            let reason = if panicking { "panicked" } else { "failed" };
-            return world.leave(reason.into(), false);
+        if panicking {
+            world.fail("panicked".into());
+        }
+        if world.has_failed() {
+            return world.give_up();
         }
         let _ = world.device.make_current();
         lock(&world.communicators).iter().for_each(|c| c.destroy());

@@ -4,12 +4,17 @@
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
-use burn_cubecl::cubecl::cuda::CudaDevice;
+use burn_cubecl::cubecl::Runtime;
+use burn_cubecl::cubecl::cuda::{CudaDevice, CudaRuntime};
+use burn_cubecl::cubecl::device::Device;
+use burn_cubecl::cubecl::device_handle::DeviceHandle;
 use moe_lora_nccl::{CudaBackend, Nccl, NcclConfig, gpu_count};
 use moe_lora_parallel::{Collective, CollectiveError, GroupName, Mesh, TopologyConfig, Transport};
 use moe_lora_testkit::{Body, conformance};
@@ -17,6 +22,8 @@ use moe_lora_testkit::{Body, conformance};
 use crate::ranks::{LONG, gpus, threads};
 use crate::{Fused, Plain};
 
+/// Longer than any call takes to be queued, and than the timeouts of the tests that hold a GPU's thread.
+const HELD: Duration = Duration::from_secs(30);
 const ROLE: &str = "MOE_LORA_TEST_ROLE";
 
 /// Those in which the suite's values are exact on so many ranks.
@@ -180,13 +187,127 @@ fn a_rank_that_panics_ends_the_others_before_the_timeout() {
 /// Sums until it fails.
 fn error_of(rank: &Nccl) -> CollectiveError {
     let group = Transport::<Plain>::open(rank, GroupName::Tp, vec![0, 1]);
+    error_in(&*group, rank.device())
+}
+
+fn error_in(group: &dyn Collective<Plain>, device: &CudaDevice) -> CollectiveError {
     loop {
-        let x = full::<Plain>([64, 32], 1.0, rank.device());
+        let x = full::<Plain>([64, 32], 1.0, device);
         if let Err(error) = group.all_reduce(x.into_primitive().tensor()) {
             return error;
         }
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Keeps CubeCL's thread of a GPU busy, until the sender sends or goes: nothing leaves the queue.
+fn hold(device: &CudaDevice) -> Sender<()> {
+    let (release, released) = mpsc::channel();
+    let queue = DeviceHandle::<<CudaRuntime as Runtime>::Server>::new(device.to_id());
+    queue.submit(move |_| {
+        let _ = released.recv_timeout(HELD);
+    });
+    queue.flush_queue();
+    release
+}
+
+/// A group whose members are connected, with a tensor for the next call on the GPU.
+fn connected(rank: &Nccl) -> (Arc<dyn Collective<Plain>>, Tensor<Plain, 2>) {
+    let group = Transport::<Plain>::open(rank, GroupName::Tp, vec![0, 1]);
+    let one = || full::<Plain>([64, 32], 1.0, rank.device());
+    assert_eq!(sum(&*group, one()).max().into_scalar(), 2.0);
+    let x = one();
+    Plain::sync(rank.device()).unwrap();
+    (group, x)
+}
+
+#[test]
+fn a_call_is_queued_and_returns_while_the_gpu_s_thread_is_busy() {
+    let Some(_gpus) = gpus(2) else { return };
+    threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
+        let (group, x) = connected(&rank);
+        let release = hold(rank.device());
+        let start = Instant::now();
+        let y = sum(&*group, x);
+        let took = start.elapsed();
+        drop(release);
+        assert!(took < HELD / 2, "{took:?}");
+        assert_eq!(y.max().into_scalar(), 2.0);
+        rank.check().unwrap();
+    });
+}
+
+#[test]
+fn calls_that_are_queued_when_the_world_ends_still_take_place() {
+    let Some(_gpus) = gpus(2) else { return };
+    threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
+        let (group, x) = connected(&rank);
+        let release = hold(rank.device());
+        let y = sum(&*group, x);
+        let later = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(300));
+            drop(release);
+        });
+        drop((group, rank));
+        later.join().unwrap();
+        let (low, high) = (y.clone().min(), y.max());
+        assert_eq!([low, high].map(Tensor::into_scalar), [2.0, 2.0]);
+    });
+}
+
+#[test]
+fn a_call_that_fails_in_the_queue_is_an_error_of_check_and_of_the_next_call_of_every_rank() {
+    let Some(_gpus) = gpus(2) else { return };
+    let start = Instant::now();
+    threads(&NcclConfig::new().with_timeout(LONG), 2, |rank| {
+        let (group, x) = connected(&rank);
+        let cause = "all_reduce on group tp: NCCL has no Flex32";
+        if rank.rank() == 0 {
+            let mut x = x.into_primitive().tensor();
+            x.dtype = DType::Flex32;
+            group.all_reduce(x).unwrap();
+            Plain::sync(rank.device()).unwrap();
+            let error = rank.check().unwrap_err().to_string();
+            assert_eq!(error, format!("barrier on group dp at rank 0: {cause}"));
+            let error = error_in(&*group, rank.device()).to_string();
+            assert_eq!(error, format!("all_reduce on group tp at rank 0: {cause}"));
+        } else {
+            let error = error_in(&*group, rank.device()).to_string();
+            let expected = "all_reduce on group tp at rank 1: rank 0 failed: ";
+            assert_eq!(error, format!("{expected}{cause}"));
+        }
+    });
+    assert!(start.elapsed() < LONG);
+}
+
+#[test]
+fn a_call_that_waits_in_the_queue_is_missed_at_the_timeout_and_never_takes_place() {
+    let Some(_gpus) = gpus(2) else { return };
+    let timeout = Duration::from_secs(3);
+    threads(&NcclConfig::new().with_timeout(timeout), 2, |rank| {
+        let (group, x) = connected(&rank);
+        group.barrier().unwrap();
+        let start = Instant::now();
+        let missed = "all_reduce on group tp did not end within 3s";
+        if rank.rank() == 0 {
+            let release = hold(rank.device());
+            let y = sum(&*group, x);
+            while rank.check().is_ok() && start.elapsed() < HELD {
+                thread::sleep(Duration::from_millis(10));
+            }
+            drop(release);
+            let error = error_in(&*group, rank.device()).to_string();
+            let expected = "all_reduce on group tp at rank 0: rank 1 failed: ";
+            assert!(error.starts_with(&format!("{expected}{missed}")), "{error}");
+            Plain::sync(rank.device()).unwrap();
+            assert_eq!(y.max().into_scalar(), 1.0, "the sum did not take place");
+        } else {
+            let error = error_in(&*group, rank.device()).to_string();
+            let expected = "all_reduce on group tp at rank 1: ";
+            assert!(error.starts_with(&format!("{expected}{missed}")), "{error}");
+        }
+        assert!(start.elapsed() < HELD);
+    });
 }
 
 #[test]
