@@ -184,6 +184,7 @@ impl World {
         });
     }
 
+    /// On CubeCL's thread: gives one call to NCCL, under the watchdog's eyes.
     fn issue(
         &self,
         op: CollectiveOp,
