@@ -9,7 +9,7 @@ use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 
-use crate::low_rank::Layout;
+use crate::low_rank::{Expanded, Layout};
 use crate::{Between, Compute, GroupedBackend, RowGroups};
 
 /// Operands of a product, each kept only when the other one's gradient needs it.
@@ -98,37 +98,11 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
     }
 }
 
-/// What the backward pass of an expansion needs beside `z`: `b` where `z` has a gradient.
-#[derive(Clone, Debug)]
-struct SavedExpand<B: GroupedBackend> {
-    columns: Range<usize>,
-    z: FloatTensor<B>,
-    b: Option<FloatTensor<B>>,
-    between: Between,
-    rows: RowGroups,
-    compute: Compute,
-}
-
-impl<B: GroupedBackend> SavedExpand<B> {
-    fn backward(self, dy: FloatTensor<B>, db: bool) -> [Option<FloatTensor<B>>; 2] {
-        B::expand_backward(
-            dy,
-            self.columns,
-            self.z,
-            self.b,
-            db,
-            self.between,
-            &self.rows,
-            self.compute,
-        )
-    }
-}
-
 #[derive(Debug)]
 struct ExpandBackward;
 
 impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
-    type State = SavedExpand<B>;
+    type State = Expanded<B>;
 
     fn backward(
         self,
@@ -138,7 +112,7 @@ impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
     ) {
         let dy = grads.consume::<B>(&ops.node);
         let [z_node, b_node] = ops.parents;
-        let [dz, db] = ops.state.backward(dy, b_node.is_some());
+        let [dz, db] = B::expand_backward(dy, ops.state, b_node.is_some());
         for (node, gradient) in [(z_node, dz), (b_node, db)] {
             if let (Some(node), Some(gradient)) = (node, gradient) {
                 grads.register::<B>(node.id, gradient);
@@ -151,7 +125,7 @@ impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
 struct ExpandIntoBackward;
 
 impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
-    type State = SavedExpand<B>;
+    type State = Expanded<B>;
 
     fn backward(
         self,
@@ -161,7 +135,7 @@ impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
     ) {
         let dy = grads.consume::<B>(&ops.node);
         let [base_node, z_node, b_node] = ops.parents;
-        let [dz, db] = ops.state.backward(dy.clone(), b_node.is_some());
+        let [dz, db] = B::expand_backward(dy.clone(), ops.state, b_node.is_some());
         for (node, gradient) in [(base_node, Some(dy)), (z_node, dz), (b_node, db)] {
             if let (Some(node), Some(gradient)) = (node, gradient) {
                 grads.register::<B>(node.id, gradient);
@@ -273,7 +247,7 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
         let [_, d_out, _] = b.primitive.shape().dims();
         match prepared {
             OpsKind::Tracked(prep) => {
-                let saved = SavedExpand {
+                let saved = Expanded {
                     columns: 0..d_out,
                     z: z.primitive.clone(),
                     b: z.is_tracked().then(|| b.primitive.clone()),
@@ -302,7 +276,7 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
             .prepare::<C>([base.node.clone(), z.node.clone(), b.node.clone()])
             .compute_bound()
             .stateful();
-        let saved = SavedExpand {
+        let saved = Expanded {
             columns: columns.clone(),
             z: z.primitive.clone(),
             b: z.is_tracked().then(|| b.primitive.clone()),

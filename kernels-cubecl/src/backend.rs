@@ -6,7 +6,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
-use crate::low_rank::{Gradients2, Layout, add_columns, between, between_backward, columns_of};
+use crate::low_rank::{
+    Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
+};
 use crate::{Between, Compute, RowGroups, per_expert};
 
 /// The three grouped products of a linear: output, input gradient and weight gradient.
@@ -91,23 +93,19 @@ pub trait GroupedBackend: Backend {
         add_columns::<Self>(base, columns, Self::expand(z, b, f, rows, compute))
     }
 
-    /// Cotangents of `z` and `b` for that of the output, of which `columns` are the product's. The
-    /// gradient of `z` needs `b`; it is computed when that is given.
-    fn expand_backward(
-        dy: FloatTensor<Self>,
-        columns: Range<usize>,
-        z: FloatTensor<Self>,
-        b: Option<FloatTensor<Self>>,
-        db: bool,
-        f: Between,
-        rows: &RowGroups,
-        compute: Compute,
-    ) -> Gradients2<Self> {
-        let _ = compute;
-        let dy = columns_of::<Self>(dy, columns);
-        let db = db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), rows));
-        let dz = b.map(|b| {
-            let grad = Self::grouped_matmul(dy, b, rows, true);
+    /// Cotangents of `z`, where `b` was kept for it, and of `b`, where `db` asks for it, for that of
+    /// the output.
+    fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
+        let Expanded {
+            z,
+            between: f,
+            rows,
+            ..
+        } = saved;
+        let dy = columns_of::<Self>(dy, saved.columns);
+        let db = db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), &rows));
+        let dz = saved.b.map(|b| {
+            let grad = Self::grouped_matmul(dy, b, &rows, true);
             between_backward::<Self>(z, grad, f)
         });
         [dz, db]

@@ -25,7 +25,9 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorMetadata};
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use crate::low_rank::{Gradients2, Layout, add_columns, between, between_backward, columns_of};
+use crate::low_rank::{
+    Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
+};
 use crate::{Between, Compute, GroupedBackend, RowGroups, per_expert};
 use launch::{Outer, Project};
 use plan::Precision;
@@ -133,34 +135,32 @@ where
             .add_to(base, columns, precision)
     }
 
-    fn expand_backward(
-        dy: FloatTensor<Self>,
-        columns: Range<usize>,
-        z: FloatTensor<Self>,
-        b: Option<FloatTensor<Self>>,
-        db: bool,
-        f: Between,
-        rows: &RowGroups,
-        compute: Compute,
-    ) -> Gradients2<Self> {
+    fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
+        let Expanded {
+            columns,
+            z,
+            between: f,
+            rows,
+            ..
+        } = saved;
         let rank = z.shape()[1];
-        let Some(precision) = Precision::of(&z, rank, compute) else {
+        let Some(precision) = Precision::of(&z, rank, saved.compute) else {
             let dy = columns_of::<Self>(dy, columns);
             let db =
-                db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), rows));
-            let dz = b.map(|b| {
-                let grad = Self::grouped_matmul(dy, b, rows, true);
+                db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), &rows));
+            let dz = saved.b.map(|b| {
+                let grad = Self::grouped_matmul(dy, b, &rows, true);
                 between_backward::<Self>(z, grad, f)
             });
             return [dz, db];
         };
-        let dz = b.map(|b| {
-            Project::new(dy.clone(), columns.clone(), b, rows)
+        let dz = saved.b.map(|b| {
+            Project::new(dy.clone(), columns.clone(), b, &rows)
                 .transposed()
                 .before(f, z.clone())
                 .write(view::layout(&z), precision)
         });
-        let db = db.then(|| Outer::new(z, dy, columns, rows).behind(f).run(precision));
+        let db = db.then(|| Outer::new(z, dy, columns, &rows).behind(f).run(precision));
         [dz, db]
     }
 }

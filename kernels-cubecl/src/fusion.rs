@@ -10,7 +10,7 @@ use burn_fusion::stream::{Operation, OperationStreams};
 use burn_fusion::{Fusion, FusionBackend, FusionTensor};
 use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 
-use crate::low_rank::{Gradients2, Layout};
+use crate::low_rank::{Expanded, Gradients2, Layout};
 use crate::{Between, Compute, GroupedBackend, RowGroups};
 
 /// Tensors to tensors on the backend below.
@@ -204,16 +204,15 @@ impl<B: FusionBackend + GroupedBackend> GroupedBackend for Fusion<B> {
         one(call::<B>("expand_into", vec![base, z, b], &[shape], run))
     }
 
-    fn expand_backward(
-        dy: FloatTensor<Self>,
-        columns: Range<usize>,
-        z: FloatTensor<Self>,
-        b: Option<FloatTensor<Self>>,
-        db: bool,
-        f: Between,
-        rows: &RowGroups,
-        compute: Compute,
-    ) -> Gradients2<Self> {
+    fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
+        let Expanded {
+            columns,
+            z,
+            b,
+            between,
+            rows,
+            compute,
+        } = saved;
         let has_b = b.is_some();
         let rank = z.shape()[1];
         let dz = has_b.then(|| z.shape());
@@ -223,13 +222,18 @@ impl<B: FusionBackend + GroupedBackend> GroupedBackend for Fusion<B> {
             return [None, None];
         }
         let inputs = [dy, z].into_iter().chain(b).collect();
-        let rows = rows.clone();
         let run = move |inputs: Vec<_>| {
             let mut inputs = inputs.into_iter();
             let dy = inputs.next().expect("the gradient is an input");
-            let z = inputs.next().expect("the value is an input");
-            let b = inputs.next();
-            let gradients = B::expand_backward(dy, columns.clone(), z, b, db, f, &rows, compute);
+            let saved = Expanded {
+                columns: columns.clone(),
+                z: inputs.next().expect("the value is an input"),
+                b: inputs.next(),
+                between,
+                rows: rows.clone(),
+                compute,
+            };
+            let gradients = B::expand_backward(dy, saved, db);
             gradients.into_iter().flatten().collect()
         };
         let mut outputs = call::<B>("expand_backward", inputs, &shapes, run).into_iter();

@@ -23,5 +23,5 @@ mod strategy;
 pub use activation::{Activation, Between};
 pub use backend::{GroupedBackend, grouped_matmul, linear};
 pub use groups::{GroupError, RowGroups};
-pub use low_rank::{Layout, expand, expand_into, shrink};
+pub use low_rank::{Expanded, Layout, expand, expand_into, shrink};
 pub use strategy::{Compute, Strategy};

@@ -20,6 +20,23 @@ pub enum Layout {
 /// Gradients, each only when asked for.
 pub type Gradients2<B> = [Option<FloatTensor<B>>; 2];
 
+/// What the backward pass of an expansion needs.
+#[derive(Clone, Debug)]
+pub struct Expanded<B: Backend> {
+    /// The columns of the output that are the product's.
+    pub columns: Range<usize>,
+    /// `[T, r]`.
+    pub z: FloatTensor<B>,
+    /// `[E, columns, r]`, where the gradient of `z` is asked for.
+    pub b: Option<FloatTensor<B>>,
+    /// What stands between the factors.
+    pub between: Between,
+    /// Rows by expert.
+    pub rows: RowGroups,
+    /// How the products are computed.
+    pub compute: Compute,
+}
+
 /// `z_e = x_e a_e^T`: every row down to the rank.
 ///
 /// # Shapes

@@ -43,8 +43,8 @@ fn adapter() -> Option<MutexGuard<'static, ()>> {
 fn grouped_kernels_are_the_products_of_each_expert() {
     let Some(_alone) = adapter() else { return };
     let device = Default::default();
-    kernels::<Plain>(&device, DType::F32, false, 1e-5, false);
-    kernels::<Fused>(&device, DType::F32, false, 1e-5, false);
+    kernels::<Plain>(&device, DType::F32, false, 1e-5, 10);
+    kernels::<Fused>(&device, DType::F32, false, 1e-5, 10);
 }
 
 #[test]

@@ -118,7 +118,11 @@ pub(crate) fn direct_kernel<E: Float, NX: Size, NW: Size, NO: Size, MO: Size>(
     let plane_n = (plane / planes_m) % planes_n;
     let plane_k = plane / comptime!(planes_m * planes_n);
 
-    let index = CUBE_POS_X as usize * planes_m + plane_m;
+    // Neighbouring cubes have neighbouring columns of the same rows.
+    let column_cubes = n.div_ceil(tile.n);
+    let row_cube = CUBE_POS_X as usize / column_cubes;
+    let cube_column = CUBE_POS_X as usize % column_cubes * tile.n;
+    let index = row_cube * planes_m + plane_m;
     let (expert, first, rows) = row_tile(table, index, tiles, all_rows, direct);
     let mut weight = 0usize.runtime();
     let mut depth = 0usize.runtime();
@@ -126,29 +130,7 @@ pub(crate) fn direct_kernel<E: Float, NX: Size, NW: Size, NO: Size, MO: Size>(
         weight = expert as usize * w_expert;
         depth = k;
     }
-    let cube_column = CUBE_POS_Y as usize * tile.n;
     let column = cube_column + plane_n * comptime!(direct.columns());
-
-    let x_smem_len = comptime!(match direct.shared {
-        Some(_) => planes_m * ROW_SQUARES * SQUARE_ROWS * direct.pitch(),
-        None => 16,
-    });
-    let mut x_shared = SharedMemory::<E>::new_aligned(x_smem_len, 32usize);
-    if comptime!(direct.shared.is_some()) {
-        share::<E, NX>(
-            x,
-            x_at,
-            x_stride,
-            table,
-            tiles,
-            all_rows,
-            k,
-            scale,
-            &mut x_shared,
-            direct,
-        );
-        sync_cube();
-    }
 
     let mut base = Array::<Vector<E, NO>>::new(comptime!(
         ROW_SQUARES * 2 * (2 * direct.n_tiles / plan.out_width)
@@ -170,27 +152,53 @@ pub(crate) fn direct_kernel<E: Float, NX: Size, NW: Size, NO: Size, MO: Size>(
         sums.push(sum);
     }
 
+    // Everything that comes from device memory is asked for before anybody waits.
+    let from = plane_k * comptime!(direct.chunk()) + member * direct.width;
+    let mut lefts = Sequence::<Array<Vector<E, NX>>>::new();
+    let mut rights = Sequence::<Array<Vector<E, NW>>>::new();
+    #[unroll]
+    for ahead in 0..direct.ahead {
+        let k0 = from + comptime!(ahead * direct.chunk() * planes_k);
+        let mut left = Array::<Vector<E, NX>>::new(comptime!(2 * ROW_SQUARES));
+        if comptime!(direct.shared.is_none()) {
+            load_x::<E, NX>(x, x_at, x_stride, first, rows, k0, depth, group, &mut left);
+        }
+        lefts.push(left);
+        let mut right = Array::<Vector<E, NW>>::new(comptime!(direct.w_accesses()));
+        load_w::<E, NW>(
+            w, weight, w_stride, column, n, k0, depth, group, &mut right, direct,
+        );
+        rights.push(right);
+    }
+
+    let x_smem_len = comptime!(match direct.shared {
+        Some(_) => planes_m * ROW_SQUARES * SQUARE_ROWS * direct.pitch(),
+        None => 16,
+    });
+    let mut x_shared = SharedMemory::<E>::new_aligned(x_smem_len, 32usize);
+    if comptime!(direct.shared.is_some()) {
+        share::<E, NX>(
+            x,
+            x_at,
+            x_stride,
+            row_cube,
+            table,
+            tiles,
+            all_rows,
+            k,
+            scale,
+            &mut x_shared,
+            direct,
+        );
+        sync_cube();
+    }
+
     let stride_k = comptime!(direct.chunk() * planes_k * direct.ahead);
     let rounds = depth.div_ceil(stride_k);
     for round in 0..rounds {
-        let from = round * stride_k + plane_k * comptime!(direct.chunk());
-        let mut lefts = Sequence::<Array<Vector<E, NX>>>::new();
-        let mut rights = Sequence::<Array<Vector<E, NW>>>::new();
         #[unroll]
         for ahead in 0..direct.ahead {
-            let k0 = from + comptime!(ahead * direct.chunk() * planes_k) + member * direct.width;
-            if comptime!(direct.shared.is_none()) {
-                lefts.push(load_x::<E, NX>(
-                    x, x_at, x_stride, first, rows, k0, depth, group,
-                ));
-            }
-            rights.push(load_w::<E, NW>(
-                w, weight, w_stride, column, n, k0, depth, group, direct,
-            ));
-        }
-        #[unroll]
-        for ahead in 0..direct.ahead {
-            let k0 = from + comptime!(ahead * direct.chunk() * planes_k) + member * direct.width;
+            let k0 = from + round * stride_k + comptime!(ahead * direct.chunk() * planes_k);
             #[unroll]
             for step in 0..comptime!(direct.width / 4) {
                 let mut b = Sequence::<Array<Vector<E, PAIR>>>::new();
@@ -216,6 +224,17 @@ pub(crate) fn direct_kernel<E: Float, NX: Size, NW: Size, NO: Size, MO: Size>(
                         mma.execute_inplace(&a, b.index(j), sum);
                     }
                 }
+            }
+            if round + 1 < rounds {
+                let k0 = k0 + stride_k;
+                if comptime!(direct.shared.is_none()) {
+                    let left = lefts.index_mut(ahead);
+                    load_x::<E, NX>(x, x_at, x_stride, first, rows, k0, depth, group, left);
+                }
+                let right = rights.index_mut(ahead);
+                load_w::<E, NW>(
+                    w, weight, w_stride, column, n, k0, depth, group, right, direct,
+                );
             }
         }
     }
@@ -299,6 +318,7 @@ fn share<E: Float, N: Size>(
     x: &Array<Vector<E, N>>,
     x_at: usize,
     x_stride: usize,
+    row_cube: usize,
     table: &Array<u32>,
     tiles: usize,
     all_rows: usize,
@@ -315,7 +335,7 @@ fn share<E: Float, N: Size>(
     let accesses = comptime!((tile_rows * extent / width).div_ceil(units));
     #[unroll]
     for m in 0..planes_m {
-        let index = CUBE_POS_X as usize * planes_m + m;
+        let index = row_cube * planes_m + m;
         let (_, first, rows) = row_tile(table, index, tiles, all_rows, direct);
         #[unroll]
         for i in 0..accesses {
@@ -358,9 +378,9 @@ fn load_x<E: Float, N: Size>(
     k0: usize,
     depth: usize,
     group: usize,
-) -> Array<Vector<E, N>> {
+    values: &mut Array<Vector<E, N>>,
+) {
     let width = N::value();
-    let mut values = Array::<Vector<E, N>>::new(comptime!(2 * ROW_SQUARES));
     #[unroll]
     for i in 0..comptime!(2 * ROW_SQUARES) {
         let row = comptime!(i * SQUARE_ROWS / 2) + group;
@@ -370,7 +390,6 @@ fn load_x<E: Float, N: Size>(
         }
         values[i] = value;
     }
-    values
 }
 
 /// A lane's part of `w`: neighbours along `k` in its columns, or neighbouring columns at its `k`s.
@@ -385,9 +404,9 @@ fn load_w<E: Float, N: Size>(
     k0: usize,
     depth: usize,
     group: usize,
+    values: &mut Array<Vector<E, N>>,
     #[comptime] direct: Direct,
-) -> Array<Vector<E, N>> {
-    let mut values = Array::<Vector<E, N>>::new(comptime!(direct.w_accesses()));
+) {
     let first = column + group * direct.n_tiles;
     #[unroll]
     for i in 0..comptime!(direct.w_accesses()) {
@@ -403,7 +422,6 @@ fn load_w<E: Float, N: Size>(
         }
         values[i] = value;
     }
-    values
 }
 
 /// The registers of the left operand: both rows of the square, both pairs of the step.

@@ -16,28 +16,28 @@ const TF32: f64 = 2e-3;
 fn f32_has_all_of_its_bits() {
     let Some(_gpus) = gpus(1) else { return };
     let device = CudaDevice::new(0);
-    kernels::<Plain>(&device, DType::F32, false, 1e-5, true);
+    kernels::<Plain>(&device, DType::F32, false, 1e-5, 10);
 }
 
 #[test]
 fn half_precision_is_summed_in_f32_on_tensor_cores() {
     let Some(_gpus) = gpus(1) else { return };
     let device = CudaDevice::new(0);
-    kernels::<Plain>(&device, DType::BF16, false, BF16, true);
-    kernels::<Plain>(&device, DType::F16, false, F16, true);
+    kernels::<Plain>(&device, DType::BF16, false, BF16, 35);
+    kernels::<Plain>(&device, DType::F16, false, F16, 10);
 }
 
 #[test]
 fn tf32_is_used_when_asked_for() {
     let Some(_gpus) = gpus(1) else { return };
     let device = CudaDevice::new(0);
-    kernels::<Plain>(&device, DType::F32, true, TF32, true);
+    kernels::<Plain>(&device, DType::F32, true, TF32, 10);
 }
 
 #[test]
 fn fusion_runs_the_same_kernels() {
     let Some(_gpus) = gpus(1) else { return };
     let device = CudaDevice::new(0);
-    kernels::<Fused>(&device, DType::F32, false, 1e-5, false);
-    kernels::<Fused>(&device, DType::BF16, false, BF16, false);
+    kernels::<Fused>(&device, DType::F32, false, 1e-5, 10);
+    kernels::<Fused>(&device, DType::BF16, false, BF16, 10);
 }
