@@ -11,7 +11,8 @@ use moe_lora_adapters::{
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig, Tp, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, TrainingBackend, assert_close, gradient, noise, oracle, scale, shard, unshard,
+    Axis, Matrix, Noise, TrainingBackend, assert_close, gradient, noise, oracle, scale, shard,
+    unshard,
 };
 
 /// Rows of the input.
@@ -64,8 +65,8 @@ pub struct Found {
     pub y: Matrix,
     /// The gradient of the input.
     pub dx: Matrix,
-    /// The gradients of `A` and `B`.
-    pub factors: [Matrix; 2],
+    /// The gradients of `A`, `B` and any magnitude.
+    pub factors: Vec<Matrix>,
 }
 
 impl Case {
@@ -78,6 +79,7 @@ impl Case {
             scale: scale(&config),
             silu: config.activation == Activation::Silu,
             first_row: 0,
+            magnitude: config.dora.then(|| Noise::new(7).lengths(D_OUT)),
         };
         let linear =
             oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]).with_bias(noise(6, 1, D_OUT));
@@ -112,8 +114,13 @@ impl Case {
         lora: &mut Lora<B, Tp, P>,
         device: &B::Device,
     ) {
-        let oracle::Lora { a, b, .. } = &self.linear.loras()[0];
+        let oracle::Lora {
+            a, b, magnitude, ..
+        } = &self.linear.loras()[0];
         lora.load(&a.to_f32(), &b.to_f32(), device).unwrap();
+        if let Some(magnitude) = magnitude {
+            lora.load_magnitude(&magnitude.to_f32(), device).unwrap();
+        }
     }
 
     /// Backward of `<y, g>` with this rank's `g`.
@@ -122,14 +129,17 @@ impl Case {
         x: &Tensor<B, 2>,
         y: Tensor<B, 2>,
         g: &Matrix,
-        factors: [TrainedWeight<'_, B>; 2],
+        factors: Vec<TrainedWeight<'_, B>>,
     ) -> Found {
         let g = g.tensor_on(&x.device(), self.config.dtype);
         let grads = (y.clone() * g).sum().backward();
         Found {
             y: Matrix::read(y),
             dx: Matrix::read(x.grad(&grads).unwrap()),
-            factors: factors.map(|factor| gradient(factor.weight, &grads).remove(0)),
+            factors: factors
+                .iter()
+                .map(|factor| gradient(factor.weight, &grads).remove(0))
+                .collect(),
         }
     }
 
@@ -189,8 +199,9 @@ impl Case {
     /// When one is not close.
     pub fn check(&self, name: &str, found: &[Found], axes: [Axis; 4]) {
         let [y, dx, da, db] = axes;
-        let [expected_a, expected_b] = &self.grads.factors[0];
-        for (what, parts, axis, expected, reduction) in [
+        let factors = &self.grads.factors[0];
+        assert!(found.iter().all(|f| f.factors.len() == factors.len()));
+        let mut results = vec![
             ("y", parts(found, |f| &f.y), y, &self.y, D_IN + RANK),
             (
                 "dx",
@@ -203,22 +214,28 @@ impl Case {
                 "dA",
                 parts(found, |f| &f.factors[0]),
                 da,
-                expected_a,
+                &factors[0],
                 TOKENS + D_OUT,
             ),
             (
                 "dB",
                 parts(found, |f| &f.factors[1]),
                 db,
-                expected_b,
+                &factors[1],
                 TOKENS + D_IN,
             ),
-        ] {
+        ];
+        if let Some(magnitude) = factors.get(2) {
+            let parts = parts(found, |f| &f.factors[2]);
+            results.push(("dm", parts, db, magnitude, TOKENS + D_IN + RANK));
+        }
+        for (what, parts, axis, expected, reduction) in results {
             let name = format!(
-                "{name} tp={} {:?} rslora={}: {what}",
+                "{name} tp={} {:?} rslora={} dora={}: {what}",
                 found.len(),
                 self.config.activation,
-                self.config.rslora
+                self.config.rslora,
+                self.config.dora
             );
             let joined = unshard(&parts, axis);
             assert_close(&name, &joined, expected, self.config.dtype, reduction);

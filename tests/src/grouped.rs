@@ -1,13 +1,16 @@
 //! Expert linears over the expert tensor parallel group: rows sorted by expert, one weight an
 //! expert, one adapter an expert or one for all.
 
-use burn::tensor::DType;
-use moe_lora_adapters::{Activation, ColumnLinear, LinearConfig, LoraConfig, RowLinear, Sharing};
+use burn::tensor::{DType, Tensor};
+use moe_lora_adapters::{
+    Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, RowLinear, Sharing,
+    TrainedWeight,
+};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{ExpertTp, Mesh, Topology, TopologyConfig};
 use moe_lora_testkit::{
-    Axis, Matrix, Ranks, TrainingBackend, assert_close, gradient, noise, oracle, scale, shard,
-    unshard,
+    Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, is_shared,
+    noise, oracle, scale, shard, unshard,
 };
 
 /// Input features.
@@ -90,6 +93,8 @@ impl Case {
     pub fn new(kind: Kind, config: LoraConfig, counts: &[usize]) -> Self {
         let rows = counts.iter().sum();
         let lora = |expert: usize, k: usize, d_out| {
+            let lengths = (100 * expert + 10 * k) as u64 + 5;
+            let magnitude = config.dora.then(|| Noise::new(lengths).lengths(d_out));
             let expert = match config.sharing {
                 Sharing::PerExpert => expert,
                 Sharing::Shared => 0,
@@ -101,6 +106,7 @@ impl Case {
                 scale: scale(&config),
                 silu: config.activation == Activation::Silu,
                 first_row: k * d_out,
+                magnitude,
             }
         };
         let expert = |expert: usize| {
@@ -130,12 +136,13 @@ impl Case {
 
     /// The axes of each factor.
     fn axes(&self) -> Vec<Axis> {
-        match self.kind {
-            Kind::Fused => vec![Axis::Rows(1), Axis::Rows(2)],
-            Kind::Separate => vec![Axis::Rows(1); 4],
-            Kind::Column => vec![Axis::Rows(1); 2],
-            Kind::Row => vec![Axis::Columns, Axis::Rows(1)],
-        }
+        let adapters: &[[Axis; 2]] = match self.kind {
+            Kind::Fused => &[[Axis::Rows(1), Axis::Rows(2)]],
+            Kind::Separate => &[[Axis::Rows(1); 2]; 2],
+            Kind::Column => &[[Axis::Rows(1); 2]],
+            Kind::Row => &[[Axis::Columns, Axis::Rows(1)]],
+        };
+        factor_axes(adapters, &self.config)
     }
 
     /// The full factor `k` of every expert, or of all of them, end to end.
@@ -150,71 +157,100 @@ impl Case {
         values.collect::<Vec<_>>().concat()
     }
 
-    /// Forward and backward on one rank.
-    pub fn rank<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Outcome {
-        let group = mesh.expert_tp();
-        let (dtype, rows) = (self.config.dtype, groups(&self.counts));
+    /// Gives adapter `k` the oracle's factors.
+    fn load<B: TrainingBackend, P: Placement>(
+        &self,
+        lora: &mut Lora<B, ExpertTp, P>,
+        k: usize,
+        device: &B::Device,
+    ) {
+        let (a, b) = (self.factor(k, |l| &l.a), self.factor(k, |l| &l.b));
+        lora.load(&a, &b, device).unwrap();
+        if self.config.dora {
+            let lengths = self.experts.iter().flat_map(|expert| {
+                let magnitude = expert.loras()[k].magnitude.as_ref();
+                magnitude.expect("the oracle has DoRA too").to_f32()
+            });
+            lora.load_magnitude(&lengths.collect::<Vec<_>>(), device)
+                .unwrap();
+        }
+    }
+
+    fn linear(&self) -> LinearConfig {
         let config = LinearConfig::new("fc", D_IN, D_OUT)
             .with_experts(0..self.experts.len())
-            .with_dtype(dtype);
-        let config = match self.kind {
+            .with_dtype(self.config.dtype);
+        match self.kind {
             Kind::Fused | Kind::Separate => config.with_fragments(["gate", "up"]),
-            _ => config,
-        };
-        let weight = |expert: usize, row: usize, column: usize| {
-            self.experts[expert].weight().at(row, column) as f32
-        };
+            Kind::Column | Kind::Row => config,
+        }
+    }
+
+    fn weight(&self) -> impl Fn(usize, usize, usize) -> f32 + '_ {
+        |expert, row, column| self.experts[expert].weight().at(row, column) as f32
+    }
+
+    /// One rank's part of a row-parallel case.
+    pub fn row<B: TrainingBackend>(
+        &self,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> RowLinear<B, ExpertTp> {
+        let config = self.linear();
+        let mut linear: RowLinear<B, ExpertTp> = config
+            .init(mesh.expert_tp(), self.weight(), device)
+            .unwrap();
+        let lora = linear.adapt("fc", &self.config, device).unwrap();
+        self.load(lora, 0, device);
+        linear
+    }
+
+    /// One rank's part of a column-parallel case.
+    pub fn column<B: TrainingBackend>(
+        &self,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> ColumnLinear<B, ExpertTp> {
+        let config = self.linear();
+        let mut linear: ColumnLinear<B, ExpertTp> = config
+            .init(mesh.expert_tp(), self.weight(), device)
+            .unwrap();
         let paths: &[&str] = match self.kind {
             Kind::Separate => &["gate", "up"],
             _ => &["fc"],
         };
-        let load = |k| {
-            let (a, b) = (self.factor(k, |l| &l.a), self.factor(k, |l| &l.b));
-            (a, b)
-        };
-        let slice = |full: &Matrix| shard(full, Axis::Columns, group.rank(), group.size());
+        for (k, path) in paths.iter().enumerate() {
+            let lora = linear.adapt(path, &self.config, device).unwrap();
+            self.load(lora, k, device);
+        }
+        linear
+    }
+
+    /// Forward and backward on one rank.
+    pub fn rank<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Outcome {
+        let group = mesh.expert_tp();
+        let (dtype, rows) = (self.config.dtype, groups(&self.counts));
+        let (rank, size) = (group.rank(), group.size());
         if self.kind == Kind::Row {
-            let mut linear: RowLinear<B, ExpertTp> = config.init(group, weight, device).unwrap();
-            let (a, b) = load(0);
-            let lora = linear.adapt("fc", &self.config, device).unwrap();
-            lora.load(&a, &b, device).unwrap();
-            let x = slice(&self.x).tensor_on::<B>(device, dtype).require_grad();
+            let linear = self.row(mesh, device);
+            let x = shard(&self.x, Axis::Columns, rank, size);
+            let x = x.tensor_on::<B>(device, dtype).require_grad();
             let y = linear.forward_suppressed(group.shard(x.clone()), &rows);
             let y = y.reduce_from().into_tensor();
-            let grads = (y.clone() * self.g.tensor_on(device, dtype))
-                .sum()
-                .backward();
-            let weights = linear.trained_weights();
-            return Outcome {
-                y: Matrix::read(y),
-                dx: Matrix::read(x.grad(&grads).unwrap()),
-                factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
-            };
+            return outcome(
+                x,
+                y,
+                self.g.tensor_on(device, dtype),
+                &linear.trained_weights(),
+            );
         }
-        let mut linear: ColumnLinear<B, ExpertTp> = config.init(group, weight, device).unwrap();
-        for (k, path) in paths.iter().enumerate() {
-            let (a, b) = load(k);
-            let lora = linear.adapt(path, &self.config, device).unwrap();
-            lora.load(&a, &b, device).unwrap();
-        }
+        let linear = self.column(mesh, device);
         let x = self.x.tensor_on::<B>(device, dtype).require_grad();
         let y = linear.forward(group.replicated(x.clone()).copy_to(), &rows);
-        let y = y.into_tensor();
-        let (rank, size) = (group.rank(), group.size());
-        let g = shard(
-            &self.g.transposed(),
-            Axis::Rows(self.fragments()),
-            rank,
-            size,
-        )
-        .transposed();
-        let grads = (y.clone() * g.tensor_on(device, dtype)).sum().backward();
-        let weights = linear.trained_weights();
-        Outcome {
-            y: Matrix::read(y),
-            dx: Matrix::read(x.grad(&grads).unwrap()),
-            factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
-        }
+        let columns = Axis::Rows(self.fragments());
+        let g = shard(&self.g.transposed(), columns, rank, size).transposed();
+        let g = g.tensor_on(device, dtype);
+        outcome(x, y.into_tensor(), g, &linear.trained_weights())
     }
 
     /// What the ranks of an expert tensor parallel group made of it together.
@@ -265,8 +301,8 @@ impl Case {
             result.y.add_to_rows(start, &expert.forward(&x));
             result.dx.add_to_rows(start, &grads.dx);
             for (k, grad) in grads.factors.into_iter().flatten().enumerate() {
-                match (self.config.sharing, result.factors[k].first_mut()) {
-                    (Sharing::Shared, Some(sum)) => sum.add_to_rows(0, &grad),
+                match (is_shared(&self.config, k), result.factors[k].first_mut()) {
+                    (true, Some(sum)) => sum.add_to_rows(0, &grad),
                     _ => result.factors[k].push(grad),
                 }
             }
@@ -278,9 +314,24 @@ impl Case {
     pub fn name(&self, size: usize) -> String {
         let (kind, sharing, activation) = (self.kind, self.config.sharing, self.config.activation);
         format!(
-            "{kind:?} {sharing:?} {activation:?} etp={size} {:?}",
-            self.counts
+            "{kind:?} {sharing:?} {activation:?} dora={} etp={size} {:?}",
+            self.config.dora, self.counts
         )
+    }
+}
+
+/// Backward of `<y, g>`.
+fn outcome<B: TrainingBackend>(
+    x: Tensor<B, 2>,
+    y: Tensor<B, 2>,
+    g: Tensor<B, 2>,
+    weights: &[TrainedWeight<'_, B>],
+) -> Outcome {
+    let grads = (y.clone() * g).sum().backward();
+    Outcome {
+        y: Matrix::read(y),
+        dx: Matrix::read(x.grad(&grads).unwrap()),
+        factors: weights.iter().map(|w| gradient(w.weight, &grads)).collect(),
     }
 }
 

@@ -9,8 +9,8 @@ use moe_lora_experts::{
 };
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close, gradient, noise,
-    oracle, synced_gradient, unshard, unshard_experts,
+    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close, gradient,
+    is_shared, noise, oracle, synced_gradient, unshard, unshard_experts,
 };
 
 /// `H`.
@@ -290,7 +290,7 @@ impl Case {
         };
         let experts = axes.iter().enumerate().map(|(k, axis)| {
             let mut full = unshard_experts(&of_rank(k), topology, *axis);
-            if self.config.sharing == Sharing::Shared {
+            if is_shared(&self.config, k) {
                 // Every expert parallel rank holds the one factor and its whole gradient.
                 assert_eq!(full.len(), topology.ep());
                 assert!(full.iter().all(|grad| *grad == full[0]));
@@ -328,9 +328,9 @@ impl Case {
             .collect();
         let experts = (0..by_expert[0].len()).map(|k| {
             let grads: Vec<Matrix> = by_expert.iter().map(|f| f[k].clone()).collect();
-            match self.config.sharing {
-                Sharing::PerExpert => grads,
-                Sharing::Shared => vec![grads.into_iter().reduce(|a, b| a.plus(&b)).unwrap()],
+            match is_shared(&self.config, k) {
+                false => grads,
+                true => vec![grads.into_iter().reduce(|a, b| a.plus(&b)).unwrap()],
             }
         });
         Outcome {

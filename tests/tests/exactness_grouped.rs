@@ -95,7 +95,7 @@ fn the_wrong_experts_the_wrong_halves_and_a_lost_cross_term_are_seen() {
         let own = j % (D_OUT / 2) < D_OUT / 4;
         if own { g.at(i, j) } else { 0.0 }
     });
-    let [da, _] = &expert.backward(&x, &own).factors[0];
+    let da = &expert.backward(&x, &own).factors[0][0];
     assert_far("own terms of dA", da, &expected.factors[0][0]);
 
     // A shared adapter's gradient as the mean over experts, not the sum.
@@ -376,7 +376,7 @@ fn a_buffer_with_more_rows_than_counts_is_refused_with_both_numbers() {
     let error = RowGroups::new(&[3, 2], 8).unwrap_err().to_string();
     assert_eq!(
         error,
-        "expert row counts [3, 2] sum to 5, the activation has 8 rows (every row belongs to an expert: slice padding rows off first)"
+        "expert row counts [3, 2] sum to 5, the activation has 8 rows (rows at the end that belong to no expert are given with `RowGroups::padded`)"
     );
     for (counts, rows) in [
         (&[3, 2][..], 4),

@@ -508,6 +508,7 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
             scale: 2.0,
             silu: false,
             first_row: 0,
+            magnitude: None,
         };
         let loras = if adapted { vec![lora] } else { Vec::new() };
         oracle::Mlp {

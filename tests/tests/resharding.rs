@@ -10,8 +10,8 @@ use moe_lora_adapters::{
     save_checkpoint, stored_adapters, sync_gradients,
 };
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Checkpoint, CheckpointError, Dtype, GroupSizes, LoadReport,
-    Save, Strictness, TensorLayout,
+    AdapterActivation, AdapterEntry, Axis, Checkpoint, CheckpointError, Dtype, GroupSizes,
+    LoadReport, Save, Strictness, TensorLayout,
 };
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
@@ -42,28 +42,45 @@ struct Case {
     targets: GateUpTargets,
     sharing: Sharing,
     dtype: DType,
+    dora: bool,
 }
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 6] = [
     Case {
         targets: GateUpTargets::Fused,
         sharing: Sharing::PerExpert,
         dtype: DType::F32,
+        dora: false,
     },
     Case {
         targets: GateUpTargets::Separate,
         sharing: Sharing::PerExpert,
         dtype: DType::F32,
+        dora: false,
     },
     Case {
         targets: GateUpTargets::Fused,
         sharing: Sharing::Shared,
         dtype: DType::F32,
+        dora: false,
     },
     Case {
         targets: GateUpTargets::Fused,
         sharing: Sharing::PerExpert,
         dtype: DType::BF16,
+        dora: false,
+    },
+    Case {
+        targets: GateUpTargets::Separate,
+        sharing: Sharing::PerExpert,
+        dtype: DType::BF16,
+        dora: true,
+    },
+    Case {
+        targets: GateUpTargets::Fused,
+        sharing: Sharing::Shared,
+        dtype: DType::F32,
+        dora: true,
     },
 ];
 
@@ -75,6 +92,7 @@ impl Case {
             .with_init_b(Init::Kaiming)
             .with_sharing(self.sharing)
             .with_dtype(self.dtype)
+            .with_dora(self.dora)
     }
 
     /// A layer with shared experts, with adapters on all of its linears that start from `seed`.
@@ -103,6 +121,7 @@ impl Case {
         layer
             .adapt(&layer.targets(self.targets), &config, &device)
             .unwrap();
+        layer.start_magnitudes(mesh);
         layer
     }
 
@@ -155,12 +174,23 @@ fn what_was_saved_at_2_2_is_the_same_to_the_bit_at_every_topology() {
         let at = |name: &str| folder.path().join(name);
         case.save(topology(4, 2, 2, 2), &at("saved"));
         let saved = saved_tensors(&at("saved"));
-        // Fc1, fc2 and the shared expert's two: A and B, two moments and a time of each.
+        // Fc1, fc2 and the shared expert's two: A, B and any magnitude, two moments and a time of
+        // each.
         let linears = match case.targets {
             GateUpTargets::Fused => 4,
             GateUpTargets::Separate => 6,
         };
-        assert_eq!(saved.len(), linears * 2 * 4, "{case:?}");
+        let factors = if case.dora { 3 } else { 2 };
+        assert_eq!(saved.len(), linears * factors * 4, "{case:?}");
+        if case.dora {
+            let checkpoint = Checkpoint::open(&at("saved")).unwrap();
+            let key = "mlp.experts.down_proj.lora_magnitude_vector";
+            let entry = checkpoint.manifest().tensor(key).unwrap();
+            // Each rank of the row-parallel linear holds its own rows.
+            let layout = TensorLayout::new(key, Dtype::F32, [EXPERTS, HIDDEN]);
+            let layout = layout.with_axis(0, Axis::Ep).with_axis(1, Axis::ExpertTp);
+            assert_eq!((&entry.layout, entry.shards.len()), (&layout, 4));
+        }
         for (world, tp, ep, etp) in [
             (1, 1, 1, 1),
             (4, 1, 4, 1),
@@ -308,6 +338,7 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
         (same.with_rslora(true), "rslora: true"),
         (same.with_activation(Activation::Silu), "Silu"),
         (same.with_sharing(Sharing::Shared), "shared: true"),
+        (same.with_dora(true), "dora: true"),
     ] {
         let message = load(config, &all).unwrap_err();
         assert!(message.contains(part), "{message}");
@@ -324,6 +355,7 @@ fn stored_settings_build_the_adapters_again() {
         LoraConfig::new(8, 3.0).with_activation(Activation::Gelu),
         LoraConfig::new(4, 1.5).with_activation(Activation::Relu),
         LoraConfig::new(4, 8.0).with_sharing(Sharing::Shared),
+        LoraConfig::new(4, 8.0).with_dora(true),
     ];
     let mesh = Mesh::<Ad>::solo();
     for config in configs {
@@ -332,6 +364,7 @@ fn stored_settings_build_the_adapters_again() {
         layer.merge(&mesh).unwrap();
         let paths = layer.targets(GateUpTargets::Fused);
         layer.adapt(&paths, &config, &Default::default()).unwrap();
+        layer.start_magnitudes(&mesh);
         let adam: Adam = AdamWConfig::new().init();
         save_checkpoint(folder.path(), 0, &layer.trained_weights(), &adam, &mesh).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
@@ -365,6 +398,7 @@ fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_bui
             rslora: false,
             activation: AdapterActivation::Identity,
             shared: true,
+            dora: false,
         };
         save.commit([("x".to_owned(), entry)].into()).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();

@@ -366,6 +366,7 @@ fn a_dense_linear_synchronised_over_dp_has_the_gradient_of_the_whole_batch() {
         scale: 2.0,
         silu: false,
         first_row: 0,
+        magnitude: None,
     };
     let oracle = oracle::Linear::new(weight.clone(), vec![adapter.clone()]);
     let expected = oracle.backward(&x, &g);

@@ -28,6 +28,9 @@ pub struct LoraConfig {
     pub init_b: Init,
     /// Function between `A` and `B`.
     pub activation: Activation,
+    /// DoRA: the rows of `W + s B A` have trained lengths, see [`Linear::start_magnitudes`](crate::Linear::start_magnitudes).
+    #[serde(default)]
+    pub dora: bool,
     /// How the experts of a grouped linear share the adapter.
     pub sharing: Sharing,
     /// Seed of the start values.
@@ -59,6 +62,7 @@ impl LoraConfig {
             init_a: Init::Kaiming,
             init_b: Init::Zero,
             activation: Activation::Identity,
+            dora: false,
             sharing: Sharing::PerExpert,
             seed: 0,
             dtype: DType::F32,
@@ -87,6 +91,12 @@ impl LoraConfig {
     /// Function between `A` and `B`.
     pub fn with_activation(mut self, activation: Activation) -> Self {
         self.activation = activation;
+        self
+    }
+
+    /// Trains the lengths of the rows of `W + s B A` too.
+    pub fn with_dora(mut self, dora: bool) -> Self {
+        self.dora = dora;
         self
     }
 
@@ -155,13 +165,18 @@ impl LoraConfig {
     ///
     /// # Errors
     ///
-    /// When the rank is zero or alpha is not finite.
+    /// When the rank is zero, alpha is not finite, or DoRA has a function between the factors.
     pub fn check(&self) -> Result<(), AdapterError> {
         if self.rank == 0 {
             return Err(AdapterError::ZeroRank);
         }
         if !self.alpha.is_finite() {
             return Err(AdapterError::Alpha { alpha: self.alpha });
+        }
+        if self.dora && self.activation != Activation::Identity {
+            return Err(AdapterError::DoraActivation {
+                activation: self.activation,
+            });
         }
         Ok(())
     }
@@ -182,5 +197,16 @@ mod tests {
     fn zero_rank_and_endless_alpha_are_refused() {
         assert_eq!(LoraConfig::new(0, 1.0).check(), Err(AdapterError::ZeroRank));
         assert!(LoraConfig::new(1, f64::NAN).check().is_err());
+    }
+
+    #[test]
+    fn dora_with_a_function_between_the_factors_is_refused() {
+        let config = LoraConfig::new(2, 4.0).with_dora(true);
+        assert_eq!(config.check(), Ok(()));
+        let silu = config.with_activation(Activation::Silu).check();
+        assert_eq!(
+            silu.unwrap_err().to_string(),
+            "DoRA with Silu between A and B has no weight whose rows have a length (use the identity)"
+        );
     }
 }

@@ -28,6 +28,14 @@ pub enum AdapterError {
         /// The alpha.
         alpha: f64,
     },
+    /// DoRA with a function between the factors.
+    #[error(
+        "DoRA with {activation:?} between A and B has no weight whose rows have a length (use the identity)"
+    )]
+    DoraActivation {
+        /// The function.
+        activation: Activation,
+    },
     /// A target that no linear matches.
     #[error(
         "target {pattern:?} matches no linear{hint} (known: {})",
@@ -61,6 +69,12 @@ pub enum AdapterError {
         path: String,
         /// The function.
         activation: Activation,
+    },
+    /// A magnitude for an adapter that has none.
+    #[error("{path}: the adapter has no magnitude (build it with DoRA)")]
+    NoMagnitude {
+        /// The linear.
+        path: String,
     },
     /// A weight of another shape.
     #[error(
@@ -108,6 +122,17 @@ pub enum ResumeError {
         stored: String,
         /// Ranks of `A` and `B`, where there are such factors.
         ranks: [Option<usize>; 2],
+    },
+    /// A magnitude without DoRA, or DoRA without one.
+    #[error(
+        "{linear}: the checkpoint says dora={dora} and {} a magnitude (save it again)",
+        if *dora { "is without" } else { "has" }
+    )]
+    StoredMagnitude {
+        /// The linear.
+        linear: String,
+        /// Whether the settings say DoRA.
+        dora: bool,
     },
     /// An adapter of another rank, scale, function or sharing.
     #[error(

@@ -11,6 +11,7 @@
 
 mod checkpoint;
 mod config;
+mod dora;
 mod error;
 mod init;
 mod linear;

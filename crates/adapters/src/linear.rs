@@ -10,9 +10,10 @@ use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::region::columns;
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
-    Fanout, Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
+    Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
 };
 
+use crate::dora::scale_columns;
 use crate::lora::{in_f32, size_name};
 use crate::{
     AdapterBackend, AdapterError, Column, Lora, LoraConfig, PlacedWeight, Placement, Row,
@@ -253,7 +254,48 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
 }
 
 impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
-    /// `W + s B A` in the base's own sharding and dtype, `[E, d_out, d_in]` by local extents with
+    /// Starts the magnitudes of DoRA adapters at the row norms of `W + s B A`, where there are none
+    /// yet: the adapter is then at its start what it would be without DoRA, to the bit. Every rank of
+    /// the group calls it, after [`adapt`](Self::adapt) and before the first pass.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn start_magnitudes(&mut self, group: &Group<B, G>) {
+        let base = self.weight.weight.untracked();
+        for at in 0..self.adapters.len() {
+            // The rows of the weight are the columns of the output.
+            let rows = self.columns(&self.adapters[at]);
+            let base = base.clone().slice_dim(1, rows);
+            self.adapters[at].start_magnitude(base, group);
+        }
+    }
+
+    /// DoRA's factor of each output column that the rank has in the `B` of its adapters,
+    /// `[E, d_out / P]`, and 1 in those of adapters without DoRA. None without any.
+    fn dora_factors(&self, group: &Group<B, G>) -> Option<Tensor<B, 2>> {
+        let dora = self.adapters.iter().find(|lora| lora.config().dora)?;
+        let dtype = dora.magnitude_dtype();
+        let base = self.weight.weight.untracked();
+        let whole = self.adapters.iter().any(|lora| lora.path() == self.path);
+        let paths = match whole {
+            true => std::slice::from_ref(&self.path),
+            false => &self.fragments,
+        };
+        let [experts, rows, _] = base.dims();
+        let width = rows / paths.len();
+        let parts = paths.iter().enumerate().map(|(part, path)| {
+            let base = base.clone().narrow(1, part * width, width);
+            let dora = |lora: &&Lora<B, G, P>| lora.path() == path && lora.config().dora;
+            match self.adapters.iter().find(dora) {
+                Some(lora) => lora.row_factors(base, group).cast(dtype),
+                None => Tensor::ones([experts, width], (&base.device(), dtype)),
+            }
+        });
+        Some(Tensor::cat(parts.collect(), 1))
+    }
+
+    /// `W + s B A` in the base's own sharding and dtype, with DoRA its rows at the trained lengths, `[E, d_out, d_in]` by local extents with
     /// `E = 1` for a linear without experts. Computed in f32 and rounded once.
     ///
     /// # Errors
@@ -276,6 +318,7 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
             let rows = self.columns(lora);
             let place = [0..experts, rows, 0..d_in];
             let sum = merged.clone().slice(place.clone()) + delta;
+            let sum = lora.at_magnitudes(sum, group);
             merged = merged.slice_assign(place, sum);
         }
         Ok(merged.cast(dtype))
@@ -329,11 +372,17 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
         let x = x.into_fanout();
-        let mut y = self.base(x.clone(), rows);
+        let mut y = self.weight.forward(x.clone(), rows);
         for lora in &self.adapters {
             y = lora.add_to(y, self.columns(lora), x.clone(), rows);
         }
-        y
+        if let Some(factors) = self.dora_factors(x.group()) {
+            y = y.map(|y| scale_columns(y, factors, rows));
+        }
+        match &self.bias {
+            None => y,
+            Some(bias) => y + bias.forward(x.map(|x| ones(&x)), rows),
+        }
     }
 
     /// As [`forward`](Self::forward), the fragments one by one: `N` of `[T, d_out / N / P]`.
@@ -362,14 +411,6 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
             group.shard(columns(y.clone(), first..first + width))
         })
     }
-
-    fn base(&self, x: Fanout<B, G>, rows: &RowGroups) -> Sharded<B, G> {
-        let y = self.weight.forward(x.clone(), rows);
-        match &self.bias {
-            None => y,
-            Some(bias) => y + bias.forward(x.map(|x| ones(&x)), rows),
-        }
-    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
@@ -384,7 +425,12 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         rows: &RowGroups,
     ) -> Replicated<B, G> {
         let x = x.into_sharded();
-        let mut y = self.base(x.clone(), rows).reduce_from();
+        if self.adapters.iter().any(|lora| lora.config().dora) {
+            // The factors are on the terms, whose sum carries the delta along.
+            return self.forward_suppressed(x, rows).reduce_from();
+        }
+        let y = self.weight.forward(x.clone(), rows);
+        let mut y = self.add_bias(y, &x, rows).reduce_from();
         for lora in &self.adapters {
             y = y + lora.forward(x.clone(), rows).gather_from();
         }
@@ -402,11 +448,16 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         rows: &RowGroups,
     ) -> Partial<B, G> {
         let x = x.into_sharded();
-        let mut y = self.base(x.clone(), rows);
+        let mut y = self.weight.forward(x.clone(), rows);
         for lora in &self.adapters {
             y = lora.add_to(y, x.clone(), rows);
         }
-        y
+        if let Some(factors) = self.dora_factors(x.group()) {
+            // Each rank's term gives a term of the factors' gradient: the gathered ones are `Fanout`.
+            let factors = x.group().shard(factors).gather_fanout().into_tensor();
+            y = y.map_linear(|y| scale_columns(y, factors, rows));
+        }
+        self.add_bias(y, &x, rows)
     }
 
     /// `[T, d_in / P] -> [sizes[rank], d_out]`: sequence parallel, base and delta summed and
@@ -425,8 +476,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
     }
 
     /// The bias is in the terms once: each rank adds its own slice of it.
-    fn base(&self, x: Sharded<B, G>, rows: &RowGroups) -> Partial<B, G> {
-        let y = self.weight.forward(x.clone(), rows);
+    fn add_bias(&self, y: Partial<B, G>, x: &Sharded<B, G>, rows: &RowGroups) -> Partial<B, G> {
         match &self.bias {
             None => y,
             Some(bias) => {
@@ -446,13 +496,16 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
         let x = x.into_replicated();
         let mut y = self.weight.forward(x.clone(), rows);
-        if let Some(bias) = &self.bias {
-            y = y + bias.forward(x.clone().map(|x| ones(&x)), rows);
-        }
         for lora in &self.adapters {
             y = lora.add_to(y, x.clone(), rows);
         }
-        y
+        if let Some(factors) = self.dora_factors(x.group()) {
+            y = y.map(|y| scale_columns(y, factors, rows));
+        }
+        match &self.bias {
+            None => y,
+            Some(bias) => y + bias.forward(x.map(|x| ones(&x)), rows),
+        }
     }
 }
 

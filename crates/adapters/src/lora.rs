@@ -6,9 +6,9 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use burn::module::Module;
-use burn::tensor::Tensor;
+use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
@@ -32,6 +32,13 @@ pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
     pub a: PlacedWeight<B, G, P>,
     /// Up to the output.
     pub b: PlacedWeight<B, G, P::Up>,
+    /// DoRA's lengths of the rows of `W + s B A`, as the weight `[d_out, 1]` of one more input. It
+    /// lies as `B` does, so that no two ranks hold the same part of it; with experts each has its
+    /// own, those that share `A` and `B` too. None without DoRA, and before the lengths are
+    /// [started](crate::Linear::start_magnitudes) or loaded.
+    pub magnitude: Option<PlacedWeight<B, G, P::Up>>,
+    #[module(skip)]
+    magnitude_layout: WeightLayout,
     #[module(skip)]
     path: String,
     #[module(skip)]
@@ -110,6 +117,11 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             axis: P::Up::AXIS,
             ..base.clone()
         };
+        let magnitude_layout = WeightLayout {
+            d_in: 1,
+            axis: P::Up::AXIS,
+            ..base.clone()
+        };
         let rank = match P::AXIS {
             ShardAxis::In => "d_in",
             _ => "lora rank",
@@ -132,6 +144,8 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         Ok(Self {
             a: PlacedWeight::new(start(config.init_a, "lora_A", &a), a),
             b: PlacedWeight::new(start(config.init_b, "lora_B", &b), b),
+            magnitude: None,
+            magnitude_layout,
             path: path.into(),
             config: *config,
             place: PhantomData,
@@ -173,21 +187,73 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         Ok(())
     }
 
-    /// `A` and `B`, in this order.
-    pub fn trained_weights(&self) -> [TrainedWeight<'_, B>; 2] {
-        let trained = |factor, weight, layout| TrainedWeight {
+    /// Takes the local part of DoRA's full lengths `[E, d_out]`, with `E` the global number of
+    /// experts, or 1 for a linear without experts.
+    ///
+    /// # Errors
+    ///
+    /// When the adapter is without DoRA, or the values do not fill the shape of one `E` that holds
+    /// the local experts; nothing is changed then.
+    pub fn load_magnitude(
+        &mut self,
+        values: &[f32],
+        device: &B::Device,
+    ) -> Result<(), AdapterError> {
+        if !self.config.dora {
+            return Err(AdapterError::NoMagnitude {
+                path: self.path.clone(),
+            });
+        }
+        let layout = &self.magnitude_layout;
+        let local = layout.cut(&self.path, layout.experts_in(values.len()), values)?;
+        let dtype = self.magnitude_dtype();
+        let weight = Weight::from_values(local, layout, dtype, true, device);
+        self.magnitude = Some(PlacedWeight::new(weight, layout.clone()));
+        Ok(())
+    }
+
+    /// Takes the local lengths `[E, d_out, 1]`.
+    pub(crate) fn set_magnitude(&mut self, lengths: Tensor<B, 3>) {
+        let layout = self.magnitude_layout.clone();
+        let weight = match layout.experts {
+            None => Weight::One(Param::from_tensor(lengths.squeeze_dim(0))),
+            Some(_) => Weight::PerExpert(Param::from_tensor(lengths)),
+        };
+        self.magnitude = Some(PlacedWeight::new(weight, layout));
+    }
+
+    /// Half precision would round the lengths, and `m / n` would not start at 1.
+    pub(crate) fn magnitude_dtype(&self) -> DType {
+        match self.config.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        }
+    }
+
+    /// `A`, `B` and, where there is one, the magnitude, in this order.
+    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
+        let shared = self.config.sharing == Sharing::Shared;
+        let trained = |factor, weight, layout, shared_by_experts| TrainedWeight {
             path: format!("{}.{factor}", self.path),
             linear: &self.path,
             config: &self.config,
             weight,
             layout,
             group: G::NAME,
-            shared_by_experts: self.config.sharing == Sharing::Shared,
+            shared_by_experts,
+            is_vector: false,
         };
-        [
-            trained("lora_A", &self.a.weight, self.a.layout()),
-            trained("lora_B", &self.b.weight, self.b.layout()),
-        ]
+        let mut weights = vec![
+            trained("lora_A", &self.a.weight, self.a.layout(), shared),
+            trained("lora_B", &self.b.weight, self.b.layout(), shared),
+        ];
+        if let Some(m) = &self.magnitude {
+            weights.push(TrainedWeight {
+                is_vector: true,
+                ..trained("lora_magnitude_vector", &m.weight, m.layout(), false)
+            });
+        }
+        weights
     }
 }
 
@@ -325,7 +391,6 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
 
 /// At least f32.
 pub(crate) fn in_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    use burn::tensor::DType;
     match x.dtype() {
         DType::F16 | DType::BF16 => x.cast(DType::F32),
         _ => x,
@@ -346,7 +411,7 @@ fn low_rank_product<B: Backend>(b: Tensor<B, 3>, a: Tensor<B, 3>) -> Tensor<B, 3
 /// A trained factor of an adapter, with what is needed to name, count, save and reduce it.
 #[derive(Clone, Debug)]
 pub struct TrainedWeight<'a, B: Backend> {
-    /// Path with `.lora_A` or `.lora_B` at its end.
+    /// Path with `.lora_A`, `.lora_B` or `.lora_magnitude_vector` at its end.
     pub path: String,
     /// Path of the linear.
     pub linear: &'a str,
@@ -360,4 +425,6 @@ pub struct TrainedWeight<'a, B: Backend> {
     pub group: GroupName,
     /// Whether one weight serves the experts of every expert-parallel rank.
     pub shared_by_experts: bool,
+    /// Whether files hold it without its axis of `d_in`, which is 1: a magnitude.
+    pub is_vector: bool,
 }

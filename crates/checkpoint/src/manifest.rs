@@ -43,6 +43,9 @@ pub struct AdapterEntry {
     pub activation: AdapterActivation,
     /// Whether the experts of the layer share one adapter.
     pub shared: bool,
+    /// Whether it has DoRA's magnitude, `{linear}.lora_magnitude_vector`.
+    #[serde(default)]
+    pub dora: bool,
 }
 
 /// Function between `A` and `B` of an adapter.

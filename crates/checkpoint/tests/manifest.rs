@@ -23,7 +23,7 @@ fn a_manifest_reads_as_this() {
     {
       "format": "moe-lora-checkpoint",
       "version": 1,
-      "crc32": "f7f52e0f",
+      "crc32": "6e2eac7c",
       "contents": {
         "generation": 1,
         "step": 15,
@@ -39,7 +39,8 @@ fn a_manifest_reads_as_this() {
             "alpha": 0.1,
             "rslora": true,
             "activation": "identity",
-            "shared": false
+            "shared": false,
+            "dora": false
           }
         },
         "tensors": [{

@@ -275,6 +275,20 @@ impl<B: Backend> MoeLayer<B> {
 }
 
 impl<B: AdapterBackend> MoeLayer<B> {
+    /// Starts the magnitudes of DoRA adapters that have none yet. Every rank calls it, after
+    /// [`adapt`](Self::adapt) and before the first pass; without DoRA it does nothing. See
+    /// [`Linear::start_magnitudes`](moe_lora_adapters::Linear::start_magnitudes).
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn start_magnitudes(&mut self, mesh: &Mesh<B>) {
+        self.experts.start_magnitudes(mesh.expert_tp());
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.start_magnitudes(mesh.tp());
+        }
+    }
+
     /// `x [T, H]` to `[T, H]`: this rank's own tokens, as many as it has, none included.
     ///
     /// With dense tensor parallelism the tokens are the rank's sequence-parallel share: no two

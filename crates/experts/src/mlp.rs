@@ -220,6 +220,17 @@ impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
 }
 
 impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
+    /// Starts the magnitudes of DoRA adapters, see
+    /// [`Linear::start_magnitudes`](moe_lora_adapters::Linear::start_magnitudes).
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn start_magnitudes(&mut self, group: &Group<B, G>) {
+        self.gate_up.start_magnitudes(group);
+        self.down.start_magnitudes(group);
+    }
+
     /// `[T, H] -> [T, F / P]`: what the down projection reads.
     ///
     /// # Panics

@@ -84,8 +84,11 @@ fn add(
         if let Some(magnitude) = &pair.magnitude {
             let square = |sum: f64, value: &f32| sum + f64::from(*value) * f64::from(*value);
             let norm = row.iter().fold(0.0, square).sqrt();
-            let factor = (f64::from(magnitude.outer(expert)[local]) / norm) as f32;
-            row.iter_mut().for_each(|value| *value *= factor);
+            // A row of zeros has no direction: it stays zero.
+            if norm > 0.0 {
+                let factor = (f64::from(magnitude.outer(expert)[local]) / norm) as f32;
+                row.iter_mut().for_each(|value| *value *= factor);
+            }
         }
         match was_finite && row.iter().any(|value| !value.is_finite()) {
             true => Err(InterchangeError::NonFinite { expert, row: local }),

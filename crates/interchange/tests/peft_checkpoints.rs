@@ -133,8 +133,7 @@ fn an_import_has_the_layouts_of_training() {
         ("0.mlp.experts.up_proj", b, cut(&[ffn, r], 1)),
         ("1.mlp.experts.down_proj", a, cut(&[r, ffn], 2)),
         ("1.mlp.experts.down_proj", b, cut(&[hidden, r], 1)),
-        // Its rows are whole on every rank, as those of a sum over the ranks are.
-        ("1.mlp.experts.down_proj", m, of_experts(&[hidden])),
+        ("1.mlp.experts.down_proj", m, cut(&[hidden], 1)),
     ] {
         let key = format!("model.layers.{linear}.{factor}");
         let found = &checkpoint.manifest().tensor(&key).unwrap().layout;

@@ -168,6 +168,11 @@ impl<B: ParallelBackend, G: GroupKind> Replicated<B, G> {
     pub fn into_tensor(self) -> Tensor<B, 2> {
         self.tensor
     }
+
+    /// The group.
+    pub fn group(&self) -> &Group<B, G> {
+        &self.group
+    }
 }
 
 impl<B: ParallelBackend, G: GroupKind> Fanout<B, G> {

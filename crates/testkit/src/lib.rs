@@ -22,7 +22,7 @@ pub use conformance::{Body, Host, conformance};
 pub use factors::{factors, gradient, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
-pub use mlp::{MlpCase, MlpValues, scale};
+pub use mlp::{MlpCase, MlpValues, factor_axes, is_shared, scale};
 pub use ranks::{Ad, Mocked, Ranks, TrainingBackend, mock, panic_message, ranks};
 pub use saved::saved_tensors;
 pub use shard::{Axis, shard, unshard, unshard_experts};

@@ -79,6 +79,11 @@ impl Matrix {
         self.map(|value| factor * value)
     }
 
+    /// Each row times its value in `[rows, 1]`.
+    pub fn stretched(&self, by: &Self) -> Self {
+        Self::build(self.rows, self.columns, |i, j| self.at(i, j) * by.at(i, 0))
+    }
+
     /// Sum of the elementwise product.
     pub fn dot(&self, other: &Self) -> f64 {
         self.zip(other, |a, b| a * b).values.iter().sum()
@@ -200,6 +205,11 @@ impl Noise {
         } else {
             -step
         }
+    }
+
+    /// Lengths of rows `[n, 1]`, multiples of 1/64 in `(1/2, 3/2]`.
+    pub fn lengths(&mut self, n: usize) -> Matrix {
+        self.matrix(n, 1).map(|value| value.abs() + 0.5)
     }
 
     /// A matrix of [`value`](Self::value)s.

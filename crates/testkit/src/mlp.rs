@@ -81,6 +81,20 @@ pub fn scale(config: &LoraConfig) -> f64 {
     config.alpha / if config.rslora { rank.sqrt() } else { rank }
 }
 
+/// The axes of every factor of adapters whose `A` and `B` have these: a magnitude lies as its `B`.
+pub fn factor_axes(adapters: &[[Axis; 2]], config: &LoraConfig) -> Vec<Axis> {
+    let of_adapter = |[a, b]: &[Axis; 2]| match config.dora {
+        true => vec![*a, *b, *b],
+        false => vec![*a, *b],
+    };
+    adapters.iter().flat_map(of_adapter).collect()
+}
+
+/// Whether factor `k` of adapters in turn is of all experts together: a magnitude never is.
+pub fn is_shared(config: &LoraConfig, k: usize) -> bool {
+    config.sharing == Sharing::Shared && !(config.dora && k % 3 == 2)
+}
+
 impl MlpCase {
     /// Experts of these extents with SwiGLU and without biases.
     pub fn new(
@@ -102,6 +116,7 @@ impl MlpCase {
     /// The MLP of each expert, with noise in every weight and factor.
     pub fn oracle(&self, seed: u64) -> Vec<oracle::Mlp> {
         let mut noise = Noise::new(seed);
+        let mut lengths = Noise::new(seed + 100);
         let (h, f) = (self.hidden, self.intermediate);
         let mut loras = || {
             let mut lora = |first_row, d_in, d_out| oracle::Lora {
@@ -110,6 +125,7 @@ impl MlpCase {
                 scale: scale(&self.config),
                 silu: self.config.activation == Activation::Silu,
                 first_row,
+                magnitude: None,
             };
             let gate_up = match self.gate_up {
                 GateUpTargets::Fused => vec![lora(0, h, 2 * f)],
@@ -127,7 +143,11 @@ impl MlpCase {
         let mut noise = Noise::new(seed + 1);
         adapters
             .into_iter()
-            .map(|[gate_up, down]| {
+            .map(|mut loras| {
+                for lora in loras.iter_mut().flatten().filter(|_| self.config.dora) {
+                    lora.magnitude = Some(lengths.lengths(lora.b.rows));
+                }
+                let [gate_up, down] = loras;
                 let mut linear = |d_out, d_in, loras| {
                     let linear = oracle::Linear::new(noise.matrix(d_out, d_in), loras);
                     match self.biased {
@@ -187,20 +207,29 @@ impl MlpCase {
             Sharing::Shared => 1,
             Sharing::PerExpert => self.experts,
         };
-        let experts: Vec<_> = experts.take(count).collect();
+        let all: Vec<_> = experts.collect();
+        let experts = &all[..count];
         let values = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
             experts.iter().flat_map(|lora| of(lora).to_f32()).collect()
         };
         lora.load(&values(|lora| &lora.a), &values(|lora| &lora.b), device)
             .unwrap();
+        if self.config.dora {
+            let lengths = all.iter().filter_map(|lora| lora.magnitude.as_ref());
+            let lengths: Vec<f32> = lengths.flat_map(Matrix::to_f32).collect();
+            lora.load_magnitude(&lengths, device).unwrap();
+        }
     }
 
-    /// The axes of `A` and `B` of each adapter, in the order of the MLP's factors.
+    /// The axes of `A`, `B` and any magnitude of each adapter, in the order of the MLP's factors.
     pub fn axes(&self) -> Vec<Axis> {
-        let gate_up: &[Axis] = match self.gate_up {
-            GateUpTargets::Fused => &[Axis::Rows(1), Axis::Rows(2)],
-            GateUpTargets::Separate => &[Axis::Rows(1); 4],
+        let gate_up: &[[Axis; 2]] = match self.gate_up {
+            GateUpTargets::Fused => &[[Axis::Rows(1), Axis::Rows(2)]],
+            GateUpTargets::Separate => &[[Axis::Rows(1); 2]; 2],
         };
-        [gate_up, &[Axis::Columns, Axis::Rows(1)]].concat()
+        factor_axes(
+            &[gate_up, &[[Axis::Columns, Axis::Rows(1)]]].concat(),
+            &self.config,
+        )
     }
 }

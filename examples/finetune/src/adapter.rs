@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn_moe_lora::adapters::{Activation, Lora, LoraConfig, Placement, Targets, stored_adapters};
+use burn_moe_lora::adapters::{
+    Activation, AdapterBackend, Lora, LoraConfig, Placement, Targets, stored_adapters,
+};
 use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::{GateUpTargets, MoeLayer};
 use burn_moe_lora::interchange::{
@@ -79,9 +81,16 @@ impl AdapterPlan {
     ///
     /// # Errors
     /// A pattern that matches no linear, a gate without its up projection, a rank that the topology does not divide,
-    /// factors that do not fit the model, or an adapter with magnitudes or shared factors. Every rank gets the same
-    /// error.
-    pub fn put_on<B: Backend>(&self, blocks: &mut MoeBlocks<B>, device: &B::Device) -> Result<()> {
+    /// factors that do not fit the model, or an adapter with shared factors. Every rank gets the same error.
+    ///
+    /// # Panics
+    /// If a collective fails, which DoRA's magnitudes take to start.
+    pub fn put_on<B: AdapterBackend>(
+        &self,
+        blocks: &mut MoeBlocks<B>,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> Result<()> {
         match self {
             Self::New {
                 config,
@@ -133,6 +142,9 @@ impl AdapterPlan {
                 }
             }
         }
+        for layer in &mut blocks.layers {
+            layer.start_magnitudes(mesh);
+        }
         Ok(())
     }
 }
@@ -183,10 +195,13 @@ fn is_rank_stabilised<B: Backend>(layer: &MoeLayer<B>) -> bool {
     fc1.any(|lora| lora.config().rslora) || fc2.any(|lora| lora.config().rslora)
 }
 
-/// The file layout that holds the adapter as it is: stacked, unless gate and up have an adapter each.
+/// The file layout that holds the adapter as it is: stacked, unless gate and up have an adapter each or there are
+/// magnitudes.
 pub fn file_layout(adapter: &PeftAdapter) -> PeftLayout {
+    let separate = |layer: &ExpertAdapter| matches!(layer.gate_up, Some(GateUp::Separate { .. }));
+    let dora = |layer: &ExpertAdapter| layer.pairs().any(|(_, pair)| pair.magnitude.is_some());
     let mut layers = adapter.layers.values();
-    match layers.any(|layer| matches!(layer.gate_up, Some(GateUp::Separate { .. }))) {
+    match layers.any(|layer| separate(layer) || dora(layer)) {
         true => PeftLayout::PerExpert,
         false => PeftLayout::Stacked,
     }
@@ -219,14 +234,9 @@ fn check_pairs(known: &[String], chosen: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Nothing but an `A` and a `B` for every expert, which is all that is trained here.
+/// An `A` and a `B` for every expert, as they are trained here.
 fn check_plain(index: usize, factors: &ExpertAdapter) -> Result<()> {
     for (name, pair) in factors.pairs() {
-        ensure!(
-            pair.magnitude.is_none(),
-            "layer {index} of the adapter has a DoRA magnitude on {name}, which this job does not train (give an adapter \
-             without DoRA)"
-        );
         ensure!(
             pair.a.shape()[0] == pair.b.shape()[0],
             "layer {index} of the adapter shares a factor of {name} over the experts, which this job does not train \
@@ -242,7 +252,11 @@ fn load_layer<B: Backend>(
     rslora: bool,
     device: &B::Device,
 ) -> Result<()> {
-    let config = |pair: &FactorPair| LoraConfig::new(pair.rank(), pair.alpha).with_rslora(rslora);
+    let config = |pair: &FactorPair| {
+        LoraConfig::new(pair.rank(), pair.alpha)
+            .with_rslora(rslora)
+            .with_dora(pair.magnitude.is_some())
+    };
     let experts = &mut layer.experts;
     let path = |linear: &[&str], name: &str| {
         let path = linear.iter().find(|path| path.ends_with(name));
@@ -277,7 +291,11 @@ fn load<B: Backend, P: Placement>(
     pair: &FactorPair,
     device: &B::Device,
 ) -> Result<()> {
-    Ok(lora.load(pair.a.data(), pair.b.data(), device)?)
+    lora.load(pair.a.data(), pair.b.data(), device)?;
+    if let Some(magnitude) = &pair.magnitude {
+        lora.load_magnitude(magnitude.data(), device)?;
+    }
+    Ok(())
 }
 
 fn gather_layer<B: ParallelBackend>(layer: &MoeLayer<B>, mesh: &Mesh<B>) -> Result<ExpertAdapter> {
@@ -312,5 +330,10 @@ fn gather<B: ParallelBackend, P: Placement>(
     let (etp, ep) = (mesh.expert_tp(), mesh.ep());
     let a = to_host(lora.a.gather_all(etp, ep))?;
     let b = to_host(lora.b.gather_all(etp, ep))?;
-    Ok(FactorPair::new(a, b, lora.config().alpha)?)
+    let pair = FactorPair::new(a, b, lora.config().alpha)?;
+    let Some(magnitude) = &lora.magnitude else {
+        return Ok(pair);
+    };
+    let magnitude = to_host(magnitude.gather_all(etp, ep).squeeze_dim::<2>(2))?;
+    Ok(pair.with_magnitude(magnitude)?)
 }

@@ -45,7 +45,7 @@ impl<B: AdapterBackend> RankModel<B> {
         // The blocks come first: what does not fit the topology is found there.
         let mut blocks = MoeBlocks::load(hub, false, &mesh, device)?;
         if let Some(plan) = plan {
-            plan.put_on(&mut blocks, device)?;
+            plan.put_on(&mut blocks, &mesh, device)?;
         }
         let dense = CausalLm::load(&config, device, |name| {
             let tensor = hub.tensor(name)?;

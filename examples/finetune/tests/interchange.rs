@@ -66,7 +66,7 @@ impl Recorded {
         let device = Default::default();
         let mut blocks = MoeBlocks::<B>::load(&self.hub, false, mesh, &device).unwrap();
         let plan = AdapterPlan::Given(self.adapter.clone());
-        plan.put_on(&mut blocks, &device).unwrap();
+        plan.put_on(&mut blocks, mesh, &device).unwrap();
         blocks
     }
 
@@ -92,6 +92,7 @@ fn a_merge_in_training_has_the_bits_of_a_merge_of_files_at_every_topology() {
         "hf/deepseek_v3",
         "hf/gpt_oss",
         "hf_older/qwen3_moe",
+        "hf_older/olmoe_dora",
     ] {
         let recorded = Recorded::fixture(kind);
         let layers: Vec<usize> = recorded.adapter.layers.keys().copied().collect();
@@ -153,12 +154,13 @@ fn a_merged_model_read_again_gives_the_adapted_logits() {
 fn an_export_has_the_same_bytes_at_every_topology() {
     let model = asset("qwen3-moe-constitution");
     let recorded = Recorded::open(&model, &model.join("adapter_sgd"));
-    let older = Recorded::fixture("hf_older/qwen3_moe");
+    let [older, dora] = ["hf_older/qwen3_moe", "hf_older/olmoe_dora"].map(Recorded::fixture);
     let original = [
         model.join("adapter_sgd"),
         fixture("hf_older/qwen3_moe/adapter"),
+        fixture("hf_older/olmoe_dora/adapter"),
     ];
-    for (recorded, original) in [recorded, older].iter().zip(&original) {
+    for (recorded, original) in [recorded, older, dora].iter().zip(&original) {
         let expected = read_tensors(&original.join("adapter_model.safetensors"));
         let mut files: Vec<Vec<u8>> = Vec::new();
         for topology in TOPOLOGIES {

@@ -70,7 +70,7 @@ impl Values {
         I: Backend<Device = B::Device>,
         O: ResumableOptimizer<I>,
     {
-        match factor.layout.shape.len() {
+        match factor.dims {
             2 => self.record_of::<B, I, O, 2>(factor),
             _ => self.record_of::<B, I, O, 3>(factor),
         }

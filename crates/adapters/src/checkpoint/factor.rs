@@ -15,13 +15,15 @@ pub(super) struct Factor<B: Backend> {
     pub(super) layout: TensorLayout,
     pub(super) device: B::Device,
     pub(super) dtype: DType,
+    /// Dimensions of the parameter, which has an axis of 1 where files have none.
+    pub(super) dims: usize,
 }
 
 impl<B: Backend> Factor<B> {
     pub(super) fn of(trained: &TrainedWeight<'_, B>, ep: usize) -> Result<Self, ResumeError> {
-        let (id, device, dtype) = match trained.weight {
-            Weight::One(param) => (param.id, param.val().device(), param.val().dtype()),
-            Weight::PerExpert(param) => (param.id, param.val().device(), param.val().dtype()),
+        let (id, device, dtype, dims) = match trained.weight {
+            Weight::One(param) => (param.id, param.val().device(), param.val().dtype(), 2),
+            Weight::PerExpert(param) => (param.id, param.val().device(), param.val().dtype(), 3),
         };
         let stored = match dtype {
             DType::F64 => Dtype::F64,
@@ -39,6 +41,7 @@ impl<B: Backend> Factor<B> {
             layout: tensor_layout(trained, ep, stored),
             device,
             dtype,
+            dims,
         })
     }
 
@@ -48,7 +51,9 @@ impl<B: Backend> Factor<B> {
 
     /// Values of the factor's type: its own, or those of a part of the optimizer's state.
     pub(super) fn data(&self, loaded: LoadedTensor) -> TensorData {
-        TensorData::from_bytes_vec(loaded.bytes, loaded.shape, self.dtype)
+        let mut shape = loaded.shape;
+        shape.resize(self.dims, 1);
+        TensorData::from_bytes_vec(loaded.bytes, shape, self.dtype)
     }
 }
 
@@ -71,10 +76,14 @@ fn tensor_layout<B: Backend>(
         GroupName::ExpertTp => Axis::ExpertTp,
         _ => Axis::Tp,
     };
+    let mut shape = vec![*d_out];
+    if !trained.is_vector {
+        shape.push(*d_in);
+    }
     let (layout, rows) = match experts {
-        None => (TensorLayout::new(&trained.path, dtype, [*d_out, *d_in]), 0),
+        None => (TensorLayout::new(&trained.path, dtype, shape), 0),
         Some(local) => {
-            let shape = [local.len() * ep, *d_out, *d_in];
+            shape.insert(0, local.len() * ep);
             let layout = TensorLayout::new(&trained.path, dtype, shape);
             (layout.with_axis(0, Axis::Ep), 1)
         }

@@ -28,6 +28,13 @@ pub(super) fn check_entry(
             ranks,
         });
     }
+    let magnitude = format!("{linear}.lora_magnitude_vector");
+    if checkpoint.manifest().tensor(&magnitude).is_some() != entry.dora {
+        return Err(ResumeError::StoredMagnitude {
+            linear: linear.to_owned(),
+            dora: entry.dora,
+        });
+    }
     Ok(())
 }
 
@@ -64,12 +71,14 @@ pub(super) fn entry_of(config: &LoraConfig) -> AdapterEntry {
             Activation::Relu => AdapterActivation::Relu,
         },
         shared: config.sharing == Sharing::Shared,
+        dora: config.dora,
     }
 }
 
 pub(super) fn config_of(entry: &AdapterEntry) -> LoraConfig {
     LoraConfig::new(entry.rank, entry.alpha)
         .with_rslora(entry.rslora)
+        .with_dora(entry.dora)
         .with_activation(match entry.activation {
             AdapterActivation::Identity => Activation::Identity,
             AdapterActivation::Silu => Activation::Silu,

@@ -79,6 +79,7 @@ pub fn adapters() -> BTreeMap<String, AdapterEntry> {
         rslora: true,
         activation: AdapterActivation::Identity,
         shared: false,
+        dora: false,
     };
     BTreeMap::from([("mlp.experts.gate_up_proj".to_owned(), adapter)])
 }

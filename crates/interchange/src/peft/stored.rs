@@ -5,6 +5,7 @@
 //! model.layers.{layer}.mlp.experts.gate_up_proj.lora_B    [E, 2F, r]
 //! model.layers.{layer}.mlp.experts.down_proj.lora_A       [E, r, F]
 //! model.layers.{layer}.mlp.experts.down_proj.lora_B       [E, H, r]
+//! {linear}.lora_magnitude_vector                          [E, d_out]   with DoRA
 //! ```
 
 use super::{ExpertAdapter, FactorPair, GateUp, PeftAdapter};
@@ -106,6 +107,7 @@ impl PeftAdapter {
                     rslora: self.rslora,
                     activation: AdapterActivation::Identity,
                     shared: false,
+                    dora: pair.magnitude.is_some(),
                 };
                 adapters.insert(linear, entry);
             }
@@ -133,40 +135,27 @@ fn tensors<'a>(
     // A base that is cut on its columns has A cut there too; every other factor is cut on its rows.
     let row_parallel = projection == "down_proj";
     let fragments = if projection == "gate_up_proj" { 2 } else { 1 };
-    let (a_axis, magnitude_group) = match row_parallel {
-        true => (2, None),
-        false => (1, Some(Axis::ExpertTp)),
-    };
+    let a_axis = if row_parallel { 2 } else { 1 };
+    let magnitude = pair.magnitude.as_ref();
     let parts = [
-        ("lora_A", Some(&pair.a), a_axis, Some(Axis::ExpertTp), 1),
-        ("lora_B", Some(&pair.b), 1, Some(Axis::ExpertTp), fragments),
-        (
-            "lora_magnitude_vector",
-            pair.magnitude.as_ref(),
-            1,
-            magnitude_group,
-            if row_parallel { 1 } else { fragments },
-        ),
+        ("lora_A", Some(&pair.a), a_axis, 1),
+        ("lora_B", Some(&pair.b), 1, fragments),
+        ("lora_magnitude_vector", magnitude, 1, fragments),
     ];
-    let present = parts
-        .into_iter()
-        .filter_map(|(name, tensor, axis, group, parts)| {
-            let tensor = tensor?;
-            let key = format!("{linear}.{name}");
-            let shared = experts > 1 && tensor.shape()[0] == 1;
-            let (shape, axis) = match shared {
-                true => (&tensor.shape()[1..], axis - 1),
-                false => (tensor.shape(), axis),
-            };
-            let mut layout = TensorLayout::new(key, Dtype::F32, shape).with_fragments(axis, parts);
-            if !shared {
-                layout = layout.with_axis(0, Axis::Ep);
-            }
-            if let Some(group) = group {
-                layout = layout.with_axis(axis, group);
-            }
-            Some((layout, tensor))
-        });
+    let present = parts.into_iter().filter_map(|(name, tensor, axis, parts)| {
+        let tensor = tensor?;
+        let key = format!("{linear}.{name}");
+        let shared = experts > 1 && tensor.shape()[0] == 1;
+        let (shape, axis) = match shared {
+            true => (&tensor.shape()[1..], axis - 1),
+            false => (tensor.shape(), axis),
+        };
+        let mut layout = TensorLayout::new(key, Dtype::F32, shape).with_fragments(axis, parts);
+        if !shared {
+            layout = layout.with_axis(0, Axis::Ep);
+        }
+        Some((layout.with_axis(axis, Axis::ExpertTp), tensor))
+    });
     present.collect()
 }
 
@@ -193,8 +182,7 @@ fn read_pair(
         Ok::<_, InterchangeError>(HostTensor::new(shape, data)?)
     };
     let pair = FactorPair::new(read("lora_A")?, read("lora_B")?, entry.alpha)?;
-    let magnitude = format!("{linear}.lora_magnitude_vector");
-    if checkpoint.manifest().tensor(&magnitude).is_some() {
+    if entry.dora {
         return pair.with_magnitude(read("lora_magnitude_vector")?);
     }
     Ok(pair)

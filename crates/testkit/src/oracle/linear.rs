@@ -15,14 +15,19 @@ pub struct Lora {
     pub silu: bool,
     /// The first row of the weight that it changes.
     pub first_row: usize,
+    /// DoRA's lengths `[d_out, 1]` of the rows of `W + s B A`.
+    pub magnitude: Option<Matrix>,
 }
 
-/// `y = x W'^T + b` with `W' = W + s B A`.
+/// `y = x W'^T + b` with `W' = W + s B A`, its rows at the lengths `m` with DoRA.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Matrix,
     bias: Option<Matrix>,
     folded: Matrix,
+    /// `[d_out, 1]`: the lengths of the rows of `W + s B A`, and what they are multiplied by.
+    norms: Matrix,
+    stretch: Matrix,
     loras: Vec<Lora>,
 }
 
@@ -31,8 +36,8 @@ pub struct Linear {
 pub struct LinearGrads {
     /// Of the input.
     pub dx: Matrix,
-    /// Of `A` and `B` of every adapter.
-    pub factors: Vec<[Matrix; 2]>,
+    /// Of `A`, `B` and any magnitude of every adapter.
+    pub factors: Vec<Vec<Matrix>>,
 }
 
 impl Linear {
@@ -42,10 +47,26 @@ impl Linear {
         for lora in loras.iter().filter(|lora| !lora.silu) {
             folded.add_to_rows(lora.first_row, &lora.b.times(&lora.a).scaled(lora.scale));
         }
+        let norms = Matrix::build(folded.rows, 1, |i, _| {
+            let row = folded.pick_rows([i]);
+            row.dot(&row).sqrt()
+        });
+        let mut stretch = norms.map(|_| 1.0);
+        for lora in &loras {
+            if let Some(magnitude) = &lora.magnitude {
+                for (row, length) in magnitude.values.iter().enumerate() {
+                    let row = lora.first_row + row;
+                    stretch.values[row] = length / norms.values[row];
+                }
+            }
+        }
+        let folded = folded.stretched(&stretch);
         Self {
             weight,
             bias: None,
             folded,
+            norms,
+            stretch,
             loras,
         }
     }
@@ -107,16 +128,27 @@ impl Linear {
                 let dy = dy.columns(rows).scaled(lora.scale);
                 let dz = dy.times(&lora.b).zip(&z, |g, z| g * silu_slope(z));
                 dx = dx.plus(&dz.times(&lora.a));
-                factors.push([
+                factors.push(vec![
                     dz.transposed().times(x),
                     dy.transposed().times(&z.map(silu)),
                 ]);
             } else {
-                let dw = dw.pick_rows(rows).scaled(lora.scale);
-                factors.push([
-                    lora.b.transposed().times(&dw),
-                    dw.times(&lora.a.transposed()),
-                ]);
+                // The lengths of the rows are constants, so their directions are not: no term of the
+                // norms.
+                let own = dw.stretched(&self.stretch).pick_rows(rows.clone());
+                let own = own.scaled(lora.scale);
+                let mut grads = vec![
+                    lora.b.transposed().times(&own),
+                    own.times(&lora.a.transposed()),
+                ];
+                grads.extend(lora.magnitude.as_ref().map(|magnitude| {
+                    Matrix::build(magnitude.rows, 1, |row, _| {
+                        let row = lora.first_row + row;
+                        let own = dw.pick_rows([row]).dot(&self.folded.pick_rows([row]));
+                        own / (self.stretch.at(row, 0) * self.norms.at(row, 0))
+                    })
+                }));
+                factors.push(grads);
             }
         }
         LinearGrads { dx, factors }
@@ -154,6 +186,7 @@ mod tests {
                     scale: 1.5,
                     silu,
                     first_row: 2,
+                    magnitude: None,
                 };
                 Linear::new(noise(3, 6, 4), vec![lora]).with_bias(noise(6, 1, 6))
             };
@@ -170,9 +203,72 @@ mod tests {
                 &grads.dx,
                 central_differences(&x, |x| loss(linear(&a, &b), x)),
             );
-            let [da, db] = &grads.factors[0];
+            let [da, db] = &grads.factors[0][..] else {
+                panic!("A and B")
+            };
             near(da, central_differences(&a, |a| loss(linear(a, &b), &x)));
             near(db, central_differences(&b, |b| loss(linear(&a, b), &x)));
         }
+    }
+
+    #[test]
+    fn dora_gradients_are_those_of_central_differences_with_the_norms_held() {
+        let (x, dy) = (noise(1, 3, 4), noise(2, 3, 6));
+        let (a, b) = (noise(4, 2, 4), noise(5, 3, 2));
+        let m = noise(7, 3, 1).map(|m| m.abs() + 0.5);
+        let linear = |a: &Matrix, b: &Matrix, m: &Matrix| {
+            let lora = Lora {
+                a: a.clone(),
+                b: b.clone(),
+                scale: 1.5,
+                silu: false,
+                first_row: 2,
+                magnitude: Some(m.clone()),
+            };
+            Linear::new(noise(3, 6, 4), vec![lora]).with_bias(noise(6, 1, 6))
+        };
+        let at = linear(&a, &b, &m);
+        let norm = |row: usize| {
+            let row = at.folded().pick_rows([row]);
+            row.dot(&row).sqrt()
+        };
+        for row in 0..3 {
+            assert!(
+                (norm(2 + row) - m.at(row, 0)).abs() < 1e-12,
+                "a row of length m"
+            );
+        }
+        // The same stretch of the rows for other factors: lengths that follow their norms.
+        let held = |a: &Matrix, b: &Matrix| {
+            let free = linear(a, b, &m);
+            let lengths = Matrix::build(3, 1, |row, _| {
+                at.stretch.at(2 + row, 0) * free.norms.at(2 + row, 0)
+            });
+            linear(a, b, &lengths).forward(&x).dot(&dy)
+        };
+        let grads = at.backward(&x, &dy);
+        let near = |found: &Matrix, expected: Matrix| {
+            assert!(
+                relative_error(found, &expected) < 1e-8,
+                "{found:?} {expected:?}"
+            );
+        };
+        near(
+            &grads.dx,
+            central_differences(&x, |x| at.forward(x).dot(&dy)),
+        );
+        near(
+            &grads.factors[0][0],
+            central_differences(&a, |a| held(a, &b)),
+        );
+        near(
+            &grads.factors[0][1],
+            central_differences(&b, |b| held(&a, b)),
+        );
+        let loss = |m: &Matrix| linear(&a, &b, m).forward(&x).dot(&dy);
+        near(&grads.factors[0][2], central_differences(&m, loss));
+        // Negative control: through the norms the gradient of B is another.
+        let through = central_differences(&b, |b| linear(&a, b, &m).forward(&x).dot(&dy));
+        assert!(relative_error(&grads.factors[0][1], &through) > 0.1);
     }
 }

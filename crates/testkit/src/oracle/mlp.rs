@@ -1,7 +1,7 @@
 //! The gated MLP.
 
-use super::Linear;
 use super::linear::{sigmoid, silu, silu_slope};
+use super::{Linear, Lora};
 use crate::Matrix;
 
 /// What the down projection reads of gate and up.
@@ -62,8 +62,8 @@ pub struct Mlp {
 pub struct MlpGrads {
     /// Of the input.
     pub dx: Matrix,
-    /// Of `A` and `B` of every adapter, those of gate and up first.
-    pub factors: Vec<[Matrix; 2]>,
+    /// Of `A`, `B` and any magnitude of every adapter, those of gate and up first.
+    pub factors: Vec<Vec<Matrix>>,
 }
 
 impl Mlp {
@@ -103,15 +103,19 @@ impl Mlp {
     }
 
     /// Gradients of zero.
-    pub fn no_grads(&self) -> Vec<[Matrix; 2]> {
+    pub fn no_grads(&self) -> Vec<Vec<Matrix>> {
         let zeros = |matrix: &Matrix| Matrix::zeros(matrix.rows, matrix.columns);
         let loras = self.gate_up.loras().iter().chain(self.down.loras());
-        loras.map(|lora| [zeros(&lora.a), zeros(&lora.b)]).collect()
+        let factors = |lora: &Lora| {
+            let factors = [&lora.a, &lora.b].into_iter().chain(&lora.magnitude);
+            factors.map(zeros).collect()
+        };
+        loras.map(factors).collect()
     }
 }
 
 /// Adds the gradients of one batch to those of others.
-pub(super) fn accumulate(sum: &mut [[Matrix; 2]], terms: &[[Matrix; 2]]) {
+pub(super) fn accumulate(sum: &mut [Vec<Matrix>], terms: &[Vec<Matrix>]) {
     for (sum, term) in sum.iter_mut().zip(terms) {
         for (sum, term) in sum.iter_mut().zip(term) {
             sum.add_to_rows(0, term);

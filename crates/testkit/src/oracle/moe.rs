@@ -62,9 +62,9 @@ pub struct MoeGrads {
     /// Of the input, through experts, router and gate.
     pub dx: Matrix,
     /// Of the factors, by expert and adapter.
-    pub experts: Vec<Vec<[Matrix; 2]>>,
+    pub experts: Vec<Vec<Vec<Matrix>>>,
     /// Of the factors of the shared experts.
-    pub shared: Vec<[Matrix; 2]>,
+    pub shared: Vec<Vec<Matrix>>,
 }
 
 fn softmax(logits: &[f64]) -> Vec<f64> {
