@@ -2,17 +2,22 @@
 //! every gradient, those of the magnitudes included, equal those of one device that scales the rows
 //! of the folded weight, on linears of every placement at every topology.
 
+use std::collections::BTreeMap;
+
 use burn::backend::Flex;
-use burn::tensor::{DType, Tensor};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing,
+    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing, TrainedWeight,
+    sync_gradients,
 };
 use moe_lora_experts::{GateUpTargets, WeighAt};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{CollectiveOp, ExpertTp, Group, GroupName, Tp};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, Noise, assert_close, assert_far, central_differences, factors, mock,
-    noise, oracle, panic_message, ranks, scale, shard, unshard,
+    Ad, Axis, Matrix, MlpCase, Mocked, Noise, assert_close, assert_far, central_differences,
+    factors, mock, noise, oracle, panic_message, ranks, scale, shard, unshard, unshard_experts,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, D_IN, D_OUT, Sum, TOKENS, row_axes, tp};
 use moe_lora_tests::grouped::{self, COUNTS, KINDS, Kind, etp, groups};
@@ -493,6 +498,93 @@ fn collectives_carry_low_rank_values_and_vectors_and_no_weight() {
     let without = calls(Kind::Row, 2, &[0, 0, 0]);
     let ops = |calls: &[(CollectiveOp, Vec<usize>)]| calls.iter().map(|c| c.0).collect::<Vec<_>>();
     assert_eq!(ops(&without), ops(&found));
+}
+
+// ---- training ----------------------------------------------------------------------------------
+
+/// The full factors, by name, after three steps of SGD on the same tokens from one seed.
+fn trained(place: &Place) -> BTreeMap<String, Vec<Matrix>> {
+    let case = moe::case(SHARING[0], GATE_UP[0], DType::F64);
+    let bare = moe::Case {
+        adapted: false,
+        ..case
+    };
+    let moe = case.oracle();
+    // One backward pass a call of the ranks: the parameters go from step to step by way of the host.
+    let mut parts: Vec<Vec<(String, Vec<Matrix>, TensorData)>> = Vec::new();
+    for step in 0..3 {
+        parts = ranks(&mock(place.topology), place.topology, |mesh| {
+            let device = Default::default();
+            let mut layer = bare.layer(&moe, &mesh, &device);
+            let config = config(DType::F64).with_seed(5);
+            let paths = layer.targets(GATE_UP[0]);
+            layer.adapt(&paths, &config, &device).unwrap();
+            layer.start_magnitudes(&mesh);
+            if step > 0 {
+                let mut values = parts[mesh.rank()].iter().map(|(.., data)| data.clone());
+                layer = layer.map(&mut Trained(&mut values));
+            }
+            let (.., grads) = case.pass(&layer, &mesh, &device, &place.dealt, || ());
+            let grads = GradientsParams::from_grads(grads, &layer);
+            let grads = sync_gradients(&layer.trained_weights(), grads, &mesh);
+            let layer = SgdConfig::new().init().step(0.01, layer, grads);
+            let part = |weight: &TrainedWeight<'_, Ad>| {
+                let data = weight.weight.stacked().into_data();
+                (weight.path.clone(), factors(weight.weight), data)
+            };
+            layer.trained_weights().iter().map(part).collect()
+        });
+    }
+    let axes = bare.experts();
+    let axes = MlpCase {
+        config: config(DType::F64),
+        ..axes
+    }
+    .axes();
+    let of = |k: usize| {
+        parts
+            .iter()
+            .map(|rank| rank[k].1.clone())
+            .collect::<Vec<_>>()
+    };
+    axes.iter()
+        .enumerate()
+        .map(|(k, axis)| {
+            let full = unshard_experts(&of(k), &place.topology, *axis);
+            (parts[0][k].0.clone(), full)
+        })
+        .collect()
+}
+
+/// Puts values in place of those of the trained parameters, in the module's order.
+struct Trained<'a, I>(&'a mut I);
+
+impl<I: Iterator<Item = TensorData>> ModuleMapper<Ad> for Trained<'_, I> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<Ad, D>>) -> Param<Tensor<Ad, D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        let data = self.0.next().expect("a value for every trained parameter");
+        param.map(|old| {
+            let data = TensorData::from_bytes(data.bytes, old.shape(), data.dtype);
+            Tensor::from_data(data, (&old.device(), DType::F64)).require_grad()
+        })
+    }
+}
+
+#[test]
+fn three_steps_end_with_the_same_factors_and_magnitudes_at_every_topology() {
+    let places = places();
+    let one = trained(&places[0]);
+    assert_eq!(one.len(), 6);
+    for place in &places[1..6] {
+        let found = trained(place);
+        assert!(found.keys().eq(one.keys()));
+        for (name, factor) in &found {
+            let (found, expected) = (Matrix::stack(factor), Matrix::stack(&one[name]));
+            assert_close(name, &found, &expected, DType::F64, 200);
+        }
+    }
 }
 
 // ---- merge -------------------------------------------------------------------------------------

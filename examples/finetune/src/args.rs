@@ -162,12 +162,16 @@ pub struct Args {
     pub save_every: Option<usize>,
 
     /// Continue from the checkpoint in this directory up to --steps, at any topology; give the other flags as before
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "dora"])]
     pub resume: Option<PathBuf>,
 
     /// Give the gate and the up projection an adapter each instead of one that shares its A
     #[arg(long, conflicts_with = "adapter")]
     pub separate: bool,
+
+    /// DoRA: train the lengths of the adapted weights' rows too
+    #[arg(long, conflicts_with = "adapter")]
+    pub dora: bool,
 }
 
 /// How the ranks are laid out.
@@ -392,6 +396,7 @@ mod tests {
             &["--rank", "4"][..],
             &["--alpha", "8"],
             &["--separate"],
+            &["--dora"],
             &own,
         ] {
             let message = refusal(&[&["--adapter", "here"], flags].concat());

@@ -79,7 +79,9 @@ impl Job {
             (Some(checkpoint), _) => AdapterPlan::stored(checkpoint)?,
             (None, Some(folder)) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
             (None, None) => AdapterPlan::New {
-                config: LoraConfig::new(args.rank, args.alpha).with_seed(args.seed),
+                config: LoraConfig::new(args.rank, args.alpha)
+                    .with_seed(args.seed)
+                    .with_dora(args.dora),
                 gate_up: match args.separate {
                     true => GateUpTargets::Separate,
                     false => GateUpTargets::Fused,

@@ -256,6 +256,27 @@ fn olmoe_with_dora_is_exact_at_every_topology_magnitudes_and_their_gradients_inc
     check("hf_older/olmoe_dora");
 }
 
+#[test]
+fn magnitudes_left_out_or_of_another_row_are_seen() {
+    let layout = Layout::experts(2, 2);
+    let change = |change: &dyn Fn(&mut FactorPair)| {
+        let mut recorded = Recorded::open("hf_older/olmoe_dora");
+        let layers = recorded.adapter.layers.values_mut();
+        layers
+            .flat_map(|layer| layer.pairs_mut())
+            .for_each(|(_, pair)| change(pair));
+        recorded.logits_error(layout)
+    };
+    let left_out = change(&|pair| pair.magnitude = None);
+    let rotated = change(&|pair| {
+        let magnitude = pair.magnitude.as_ref().unwrap();
+        let mut values = magnitude.data().to_vec();
+        values.rotate_left(1);
+        pair.magnitude = Some(HostTensor::new(magnitude.shape(), values).unwrap());
+    });
+    assert!(left_out > 1e-3 && rotated > 1e-3, "{left_out} {rotated}");
+}
+
 /// The block alone: the attention of the family is not run here.
 fn check_blocks(kind: &str) {
     let recorded = Recorded::open(kind);
