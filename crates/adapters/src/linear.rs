@@ -295,8 +295,9 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         Some(Tensor::cat(parts.collect(), 1))
     }
 
-    /// `W + s B A` in the base's own sharding and dtype, with DoRA its rows at the trained lengths, `[E, d_out, d_in]` by local extents with
-    /// `E = 1` for a linear without experts. Computed in f32 and rounded once.
+    /// `W + s B A`, with DoRA its rows at the trained lengths, in the base's own sharding and dtype,
+    /// `[E, d_out, d_in]` by local extents with `E = 1` for a linear without experts. Computed in
+    /// f32 and rounded once.
     ///
     /// # Errors
     ///
