@@ -7,10 +7,10 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorMetadata};
 use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn_autodiff::grads::Gradients;
-use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 
-use crate::low_rank::{Expanded, Layout};
-use crate::{Between, Compute, GroupedBackend, RowGroups};
+use crate::low_rank::{Expanded, Layout, columns_of};
+use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups};
 
 /// Operands of a product, each kept only when the other one's gradient needs it.
 type Saved<B> = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, RowGroups);
@@ -95,6 +95,70 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
                 grads.register::<B>(node.id, gradient);
             }
         }
+    }
+}
+
+#[derive(Debug)]
+struct DropoutBackward;
+
+impl<B: GroupedBackend> Backward<B, 1> for DropoutBackward {
+    type State = DropoutMask;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let mask = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |dy| B::dropout(dy, &mask));
+    }
+}
+
+/// Keeps `x` as it came, not what dropout left of it.
+#[derive(Debug)]
+struct ShrinkDroppedBackward {
+    mask: DropoutMask,
+    compute: Compute,
+}
+
+impl<B: GroupedBackend> Backward<B, 2> for ShrinkDroppedBackward {
+    type State = Saved<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (x, a, rows) = ops.state;
+        let dz = grads.consume::<B>(&ops.node);
+        let x = x.map(|x| B::dropout(x, &self.mask));
+        let [dx, da] = B::shrink_backward(dz, x, a, &rows, self.compute);
+        let dx = dx.map(|dx| B::dropout(dx, &self.mask));
+        for (node, gradient) in ops.parents.into_iter().zip([dx, da]) {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct AddDroppedBackward;
+
+impl<B: GroupedBackend> Backward<B, 2> for AddDroppedBackward {
+    type State = (Range<usize>, DropoutMask);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (columns, mask) = ops.state;
+        let of_delta = |dy| B::dropout(columns_of::<B>(dy, columns), &mask);
+        binary::<B, _, _>(ops.parents, ops.node, grads, |dy| dy, of_delta);
     }
 }
 
@@ -230,6 +294,62 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
             OpsKind::UnTracked(prep) => {
                 prep.finish(B::shrink(x.primitive, a.primitive, rows, layout, compute))
             }
+        }
+    }
+
+    fn dropout(x: FloatTensor<Self>, mask: &DropoutMask) -> FloatTensor<Self> {
+        let prepared = DropoutBackward
+            .prepare::<C>([x.node.clone()])
+            .compute_bound()
+            .stateful();
+        match prepared {
+            OpsKind::Tracked(prep) => prep.finish(mask.clone(), B::dropout(x.primitive, mask)),
+            OpsKind::UnTracked(prep) => prep.finish(B::dropout(x.primitive, mask)),
+        }
+    }
+
+    fn shrink_dropped(
+        x: FloatTensor<Self>,
+        mask: &DropoutMask,
+        a: FloatTensor<Self>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        let backward = ShrinkDroppedBackward {
+            mask: mask.clone(),
+            compute,
+        };
+        let prepared = backward
+            .prepare::<C>([x.node.clone(), a.node.clone()])
+            .compute_bound()
+            .stateful();
+        let saved = (
+            a.is_tracked().then(|| x.primitive.clone()),
+            x.is_tracked().then(|| a.primitive.clone()),
+            rows.clone(),
+        );
+        let z = B::shrink_dropped(x.primitive, mask, a.primitive, rows, layout, compute);
+        match prepared {
+            OpsKind::Tracked(prep) => prep.finish(saved, z),
+            OpsKind::UnTracked(prep) => prep.finish(z),
+        }
+    }
+
+    fn add_dropped(
+        base: FloatTensor<Self>,
+        columns: Range<usize>,
+        delta: FloatTensor<Self>,
+        mask: &DropoutMask,
+    ) -> FloatTensor<Self> {
+        let prepared = AddDroppedBackward
+            .prepare::<C>([base.node.clone(), delta.node.clone()])
+            .compute_bound()
+            .stateful();
+        let y = B::add_dropped(base.primitive, columns.clone(), delta.primitive, mask);
+        match prepared {
+            OpsKind::Tracked(prep) => prep.finish((columns, mask.clone()), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }
 

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use crate::low_rank::{
     Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
 };
-use crate::{Between, Compute, RowGroups, per_expert};
+use crate::{Between, Compute, DropoutMask, RowGroups, dropout, per_expert};
 
 /// The three grouped products of a linear: output, input gradient and weight gradient.
 ///
@@ -66,6 +66,33 @@ pub trait GroupedBackend: Backend {
         let dx = a.map(|a| Self::grouped_matmul(dz.clone(), a, rows, true));
         let da = x.map(|x| Self::grouped_outer(dz, x, rows));
         [dx, da]
+    }
+
+    /// See [`dropout`](crate::dropout).
+    fn dropout(x: FloatTensor<Self>, mask: &DropoutMask) -> FloatTensor<Self> {
+        dropout::on_host::<Self>(x, mask)
+    }
+
+    /// See [`shrink_dropped`](crate::shrink_dropped).
+    fn shrink_dropped(
+        x: FloatTensor<Self>,
+        mask: &DropoutMask,
+        a: FloatTensor<Self>,
+        rows: &RowGroups,
+        layout: Layout,
+        compute: Compute,
+    ) -> FloatTensor<Self> {
+        Self::shrink(Self::dropout(x, mask), a, rows, layout, compute)
+    }
+
+    /// See [`add_dropped`](crate::add_dropped).
+    fn add_dropped(
+        base: FloatTensor<Self>,
+        columns: Range<usize>,
+        delta: FloatTensor<Self>,
+        mask: &DropoutMask,
+    ) -> FloatTensor<Self> {
+        add_columns::<Self>(base, columns, Self::dropout(delta, mask))
     }
 
     /// See [`expand`](crate::expand).

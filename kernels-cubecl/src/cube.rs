@@ -9,6 +9,7 @@
 mod activation;
 mod direct;
 mod direct_outer;
+mod dropout;
 mod exact;
 mod launch;
 mod outer;
@@ -28,7 +29,7 @@ use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElemen
 use crate::low_rank::{
     Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
 };
-use crate::{Between, Compute, GroupedBackend, RowGroups, per_expert};
+use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups, per_expert};
 use launch::{Outer, Project};
 use plan::Precision;
 
@@ -98,6 +99,10 @@ where
             Outer::new(dz, x, columns, rows).rank_first().run(precision)
         });
         [dx, da]
+    }
+
+    fn dropout(x: FloatTensor<Self>, mask: &DropoutMask) -> FloatTensor<Self> {
+        dropout::run(x, mask)
     }
 
     fn expand(

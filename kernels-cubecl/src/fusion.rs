@@ -11,7 +11,7 @@ use burn_fusion::{Fusion, FusionBackend, FusionTensor};
 use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 
 use crate::low_rank::{Expanded, Gradients2, Layout};
-use crate::{Between, Compute, GroupedBackend, RowGroups};
+use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups};
 
 /// Tensors to tensors on the backend below.
 type Run<B> = dyn Fn(Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> + Send + Sync;
@@ -160,6 +160,15 @@ impl<B: FusionBackend + GroupedBackend> GroupedBackend for Fusion<B> {
             has_a.then(|| outputs.next()).flatten(),
             has_x.then(|| outputs.next()).flatten(),
         ]
+    }
+
+    fn dropout(x: FloatTensor<Self>, mask: &DropoutMask) -> FloatTensor<Self> {
+        let (shape, mask) = (x.shape(), mask.clone());
+        let run = move |inputs| {
+            let [x] = all(inputs);
+            vec![B::dropout(x, &mask)]
+        };
+        one(call::<B>("dropout", vec![x], &[shape], run))
     }
 
     fn expand(

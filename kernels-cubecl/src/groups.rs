@@ -10,6 +10,8 @@ use std::sync::Mutex;
 
 use thiserror::Error;
 
+use crate::TokenIds;
+
 /// Rows of an activation, sorted by expert: expert `e` has the rows `offsets[e]..offsets[e + 1]`.
 ///
 /// An expert may have no rows. Cheap to clone.
@@ -25,6 +27,7 @@ use thiserror::Error;
 pub struct RowGroups {
     offsets: Arc<[usize]>,
     all_rows: usize,
+    tokens: Option<TokenIds>,
     /// What kernels read of it, by device: uploaded at the first use.
     #[cfg(feature = "cubecl")]
     pub(crate) uploaded: Arc<Mutex<Vec<Box<dyn Any + Send + Sync>>>>,
@@ -35,13 +38,16 @@ impl fmt::Debug for RowGroups {
         f.debug_struct("RowGroups")
             .field("offsets", &self.offsets)
             .field("all_rows", &self.all_rows)
+            .field("tokens", &self.tokens)
             .finish()
     }
 }
 
 impl PartialEq for RowGroups {
     fn eq(&self, other: &Self) -> bool {
-        self.offsets == other.offsets && self.all_rows == other.all_rows
+        self.offsets == other.offsets
+            && self.all_rows == other.all_rows
+            && self.tokens == other.tokens
     }
 }
 
@@ -118,9 +124,30 @@ impl RowGroups {
         Self {
             offsets: offsets.into(),
             all_rows,
+            tokens: None,
             #[cfg(feature = "cubecl")]
             uploaded: Arc::default(),
         }
+    }
+
+    /// The same groups of these tokens, which dropout needs to know.
+    ///
+    /// # Panics
+    ///
+    /// When there is not one id for each row of the experts. Padding has none.
+    pub fn with_tokens(self, tokens: TokenIds) -> Self {
+        assert_eq!(tokens.ids().len(), self.rows(), "number of token ids");
+        Self {
+            tokens: Some(tokens),
+            #[cfg(feature = "cubecl")]
+            uploaded: Arc::default(),
+            ..self
+        }
+    }
+
+    /// The tokens of the rows, where they are known.
+    pub fn tokens(&self) -> Option<&TokenIds> {
+        self.tokens.as_ref()
     }
 
     /// Number of experts, those without rows included.

@@ -1,4 +1,4 @@
-//! Grouped matrix multiplication: rows sorted by expert, one weight per expert.
+//! Grouped matrix multiplication: rows sorted by expert, one weight per expert; dropout by counter.
 //!
 //! Knows no ranks. [`grouped_matmul`] is differentiable on autodiff backends with a hand-written
 //! backward pass of two grouped products; every backend has the per-expert path of
@@ -9,6 +9,7 @@ mod autodiff;
 mod backend;
 #[cfg(feature = "cubecl")]
 mod cube;
+mod dropout;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "cubecl")]
@@ -18,10 +19,14 @@ mod low_rank;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 mod per_expert;
+mod philox;
 mod strategy;
+mod tokens;
 
 pub use activation::{Activation, Between};
 pub use backend::{GroupedBackend, grouped_matmul, linear};
+pub use dropout::{DropoutKey, DropoutMask, add_dropped, dropout, shrink_dropped};
 pub use groups::{GroupError, RowGroups};
 pub use low_rank::{Expanded, Layout, expand, expand_into, shrink};
 pub use strategy::{Compute, Strategy};
+pub use tokens::TokenIds;

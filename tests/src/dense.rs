@@ -15,6 +15,8 @@ use moe_lora_testkit::{
     unshard,
 };
 
+use crate::dropout;
+
 /// Rows of the input.
 pub const TOKENS: usize = 6;
 /// Input features.
@@ -83,14 +85,25 @@ impl Case {
         };
         let linear =
             oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]).with_bias(noise(6, 1, D_OUT));
+        let (y, grads) = match config.dropout {
+            None => (linear.forward(&x), linear.backward(&x, &g)),
+            Some(_) => {
+                let tokens: Vec<usize> = (0..TOKENS).collect();
+                dropout::linear(&linear, &config, &["fc".into()], 0, &tokens, [&x, &g])
+            }
+        };
         Self {
-            y: linear.forward(&x),
-            grads: linear.backward(&x, &g),
+            y,
+            grads,
             x,
             g,
             linear,
             config,
         }
+    }
+
+    fn rows(&self) -> RowGroups {
+        dropout::rows(RowGroups::whole(TOKENS), &self.config, 0..TOKENS)
     }
 
     /// The linear without its adapter.
@@ -150,7 +163,7 @@ impl Case {
         self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
         let x = self.x.tensor_on(device, self.config.dtype).require_grad();
         let input = group.replicated(x.clone()).copy_to();
-        let y = linear.forward(input, &RowGroups::whole(TOKENS));
+        let y = linear.forward(input, &self.rows());
         let g = shard(&self.g, Axis::Columns, group.rank(), group.size());
         let factors = linear.adapters[0].trained_weights();
         self.finish(&x, y.into_tensor(), &g, factors)
@@ -163,7 +176,7 @@ impl Case {
         self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
         let x = shard(&self.x, Axis::Columns, group.rank(), group.size());
         let x = x.tensor_on(device, self.config.dtype).require_grad();
-        let (input, rows) = (group.shard(x.clone()), RowGroups::whole(TOKENS));
+        let (input, rows) = (group.shard(x.clone()), self.rows());
         let sizes = sizes(group.size());
         let (y, g) = match sum {
             Sum::Here => (linear.forward(input, &rows).into_tensor(), self.g.clone()),
@@ -187,7 +200,7 @@ impl Case {
         let mut linear: ReplicatedLinear<B, Tp> = self.base(mesh, device);
         self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
         let x = self.x.tensor_on(device, self.config.dtype).require_grad();
-        let y = linear.forward(group.replicated(x.clone()), &RowGroups::whole(TOKENS));
+        let y = linear.forward(group.replicated(x.clone()), &self.rows());
         let factors = linear.adapters[0].trained_weights();
         self.finish(&x, y.into_tensor(), &self.g, factors)
     }

@@ -54,7 +54,7 @@ pub fn shared_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dt
         let case = mlp_case(gate_up, config(dtype));
         let mlp = case.oracle(9).remove(0);
         for gate in [None, Some(noise(10, 1, case.hidden))] {
-            let expected = shared_oracle(&mlp, gate.as_ref());
+            let expected = shared_oracle(&case, &mlp, gate.as_ref());
             for way in WAYS {
                 let found = shared_results(ranks, &case, &mlp, gate.as_ref(), size, way);
                 assert_eq!(found.len(), expected.len());

@@ -13,6 +13,8 @@ use moe_lora_testkit::{
     noise, oracle, scale, shard, unshard,
 };
 
+use crate::dropout;
+
 /// Input features.
 pub const D_IN: usize = 8;
 /// Output features.
@@ -126,6 +128,14 @@ impl Case {
         }
     }
 
+    fn paths(&self) -> Vec<String> {
+        let paths: &[&str] = match self.kind {
+            Kind::Separate => &["gate", "up"],
+            _ => &["fc"],
+        };
+        paths.iter().map(|path| path.to_string()).collect()
+    }
+
     /// How the ranks' slices of the output lie.
     fn fragments(&self) -> usize {
         match self.kind {
@@ -215,11 +225,7 @@ impl Case {
         let mut linear: ColumnLinear<B, ExpertTp> = config
             .init(mesh.expert_tp(), self.weight(), device)
             .unwrap();
-        let paths: &[&str] = match self.kind {
-            Kind::Separate => &["gate", "up"],
-            _ => &["fc"],
-        };
-        for (k, path) in paths.iter().enumerate() {
+        for (k, path) in self.paths().iter().enumerate() {
             let lora = linear.adapt(path, &self.config, device).unwrap();
             self.load(lora, k, device);
         }
@@ -229,7 +235,8 @@ impl Case {
     /// Forward and backward on one rank.
     pub fn rank<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Outcome {
         let group = mesh.expert_tp();
-        let (dtype, rows) = (self.config.dtype, groups(&self.counts));
+        let rows = dropout::rows(groups(&self.counts), &self.config, 0..self.x.rows);
+        let dtype = self.config.dtype;
         let (rank, size) = (group.rank(), group.size());
         if self.kind == Kind::Row {
             let linear = self.row(mesh, device);
@@ -296,9 +303,16 @@ impl Case {
         };
         for (e, expert) in self.experts.iter().enumerate() {
             let x = self.x.pick_rows(rows.range(e));
-            let grads = expert.backward(&x, &self.g.pick_rows(rows.range(e)));
+            let g = self.g.pick_rows(rows.range(e));
+            let (y, grads) = match self.config.dropout {
+                None => (expert.forward(&x), expert.backward(&x, &g)),
+                Some(_) => {
+                    let tokens: Vec<usize> = rows.range(e).collect();
+                    dropout::linear(expert, &self.config, &self.paths(), e, &tokens, [&x, &g])
+                }
+            };
             let start = rows.range(e).start;
-            result.y.add_to_rows(start, &expert.forward(&x));
+            result.y.add_to_rows(start, &y);
             result.dx.add_to_rows(start, &grads.dx);
             for (k, grad) in grads.factors.into_iter().flatten().enumerate() {
                 match (is_shared(&self.config, k), result.factors[k].first_mut()) {
@@ -314,8 +328,8 @@ impl Case {
     pub fn name(&self, size: usize) -> String {
         let (kind, sharing, activation) = (self.kind, self.config.sharing, self.config.activation);
         format!(
-            "{kind:?} {sharing:?} {activation:?} dora={} etp={size} {:?}",
-            self.config.dora, self.counts
+            "{kind:?} {sharing:?} {activation:?} dora={} {:?} etp={size} {:?}",
+            self.config.dora, self.config.dropout, self.counts
         )
     }
 }

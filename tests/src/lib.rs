@@ -4,6 +4,7 @@
 //! Output and every gradient equal those of one device with the adapters folded into the weights.
 
 pub mod dense;
+pub mod dropout;
 pub mod grid;
 pub mod grouped;
 pub mod moe;

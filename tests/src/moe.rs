@@ -13,6 +13,8 @@ use moe_lora_testkit::{
     is_shared, noise, oracle, synced_gradient, unshard, unshard_experts,
 };
 
+use crate::dropout;
+
 /// `H`.
 pub const HIDDEN: usize = 8;
 /// `F`.
@@ -236,7 +238,10 @@ impl Case {
         let own = range_of(dealt, mesh.rank());
         let x = x.pick_rows(own.clone()).tensor_on::<B>(device, dtype);
         let x = x.require_grad();
-        let y = layer.forward(x.clone(), mesh);
+        let y = match self.config.dropout {
+            None => layer.forward(x.clone(), mesh),
+            Some(_) => layer.forward_tokens(x.clone(), &dropout::tokens(own.clone()), mesh),
+        };
         between();
         let loss: Tensor<B, 1> = (y.clone() * g.pick_rows(own).tensor_on(device, dtype)).sum();
         let grads = loss.backward();
@@ -320,7 +325,13 @@ impl Case {
     /// What one device makes of it.
     pub fn expected(&self, moe: &oracle::Moe, tokens: usize) -> Outcome {
         let (x, g) = self.data(tokens);
-        let grads = moe.backward(&x, &g);
+        let (y, grads) = match self.config.dropout {
+            None => (moe.forward(&x), moe.backward(&x, &g)),
+            Some(_) => {
+                let paths = ["moe.experts", "moe.shared_expert"];
+                dropout::layer(moe, &self.config, self.gate_up, paths, [&x, &g])
+            }
+        };
         let by_expert: Vec<Vec<Matrix>> = grads
             .experts
             .into_iter()
@@ -334,7 +345,7 @@ impl Case {
             }
         });
         Outcome {
-            y: moe.forward(&x),
+            y,
             dx: grads.dx,
             experts: experts.collect(),
             shared: grads.shared.into_iter().flatten().collect(),
@@ -352,12 +363,13 @@ impl Case {
         let expected = self.expected(&moe, place.dealt.iter().sum());
         let t = &place.topology;
         let name = format!(
-            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?} {:?} biased={} corrected={}",
+            "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?} {:?} {:?} biased={} corrected={}",
             t.tp(),
             t.ep(),
             t.etp(),
             t.world_size(),
             self.config.sharing,
+            self.config.dropout,
             self.gate_up,
             self.score,
             self.weigh_at,

@@ -10,6 +10,7 @@ use moe_lora_testkit::{
 };
 
 use crate::dense::{RANK, TOKENS, sizes, tp};
+use crate::dropout;
 
 /// `H`.
 pub const HIDDEN: usize = 8;
@@ -57,17 +58,22 @@ fn shared_rank<B: TrainingBackend>(
         Way::SequenceParallel => range_of(&sizes, group.rank()),
         _ => 0..TOKENS,
     };
-    let (x, g) = (x.pick_rows(own.clone()), g.pick_rows(own));
+    let (x, g) = (x.pick_rows(own.clone()), g.pick_rows(own.clone()));
     let x: Tensor<B, 2> = x.tensor_on(device, dtype).require_grad();
+    let tokens = case.config.dropout.map(|_| dropout::tokens(own));
+    let tokens = tokens.as_ref();
     let y = match way {
-        Way::Ordinary => shared.forward(group.replicated(x.clone())).into_tensor(),
+        Way::Ordinary => {
+            let y = shared.forward(group.replicated(x.clone()), tokens);
+            y.into_tensor()
+        }
         Way::Overlapped => {
-            let term = shared.forward_overlapped(group.replicated(x.clone()).copy_to());
+            let term = shared.forward_overlapped(group.replicated(x.clone()).copy_to(), tokens);
             term.reduce_from().into_tensor()
         }
         Way::SequenceParallel => {
             let x = group.shard_tokens(x.clone(), &sizes);
-            shared.forward_sequence(x).into_tensor()
+            shared.forward_sequence(x, tokens).into_tensor()
         }
     };
     let grads = (y.clone() * g.tensor_on(device, dtype)).sum().backward();
@@ -109,7 +115,7 @@ pub fn shared_results<B: TrainingBackend>(
 }
 
 /// The same of one device.
-pub fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
+pub fn shared_oracle(case: &MlpCase, mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
     let (x, g) = data();
     // A layer without experts of its own.
     let router = Matrix::zeros(0, HIDDEN);
@@ -120,8 +126,14 @@ pub fn shared_oracle(mlp: &oracle::Mlp, gate: Option<&Matrix>) -> Vec<Matrix> {
         }),
         ..oracle::Moe::new(router, oracle::Score::Softmax, 0, Vec::new())
     };
-    let grads = layer.backward(&x, &g);
-    let mut expected = vec![layer.forward(&x), grads.dx];
+    let (y, grads) = match case.config.dropout {
+        None => (layer.forward(&x), layer.backward(&x, &g)),
+        Some(_) => {
+            let paths = ["experts", "shared"];
+            dropout::layer(&layer, &case.config, case.gate_up, paths, [&x, &g])
+        }
+    };
+    let mut expected = vec![y, grads.dx];
     expected.extend(grads.shared.into_iter().flatten());
     expected
 }

@@ -88,7 +88,7 @@ fn shared_experts_are_exact_ordinary_overlapped_and_sequence_parallel() {
             let case = mlp_case(gate_up, config(DType::F32));
             let mlp = case.oracle(9).remove(0);
             for gate in [None, Some(noise(10, 1, HIDDEN))] {
-                let expected = shared_oracle(&mlp, gate.as_ref());
+                let expected = shared_oracle(&case, &mlp, gate.as_ref());
                 for way in WAYS {
                     let found =
                         shared_results::<Ad>(&Mocked, &case, &mlp, gate.as_ref(), size, way);

@@ -239,7 +239,7 @@ fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_
             let mlp = case.oracle(9).remove(0);
             for gate in [None, Some(noise(10, 1, HIDDEN))] {
                 let gate = gate.as_ref();
-                let expected = shared_oracle(&mlp, gate);
+                let expected = shared_oracle(&case, &mlp, gate);
                 // Output, input gradient and gradients of the factors by way of summing.
                 let found =
                     WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, gate, size, way));

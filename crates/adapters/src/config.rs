@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use moe_lora_kernels::{Activation, Between, Compute, Strategy};
 use serde::{Deserialize, Serialize};
 
-use crate::{AdapterError, Init};
+use crate::{AdapterError, Dropout, Init};
 
 /// Settings of a LoRA adapter. The rank is that of the full adapter at every topology.
 ///
@@ -33,7 +33,10 @@ pub struct LoraConfig {
     pub dora: bool,
     /// How the experts of a grouped linear share the adapter.
     pub sharing: Sharing,
-    /// Seed of the start values.
+    /// Dropout in training. No part of what the adapter is: checkpoints do not hold it.
+    #[serde(default)]
+    pub dropout: Option<Dropout>,
+    /// Seed of the start values and of dropout.
     pub seed: u64,
     /// Element type of the factors.
     pub dtype: DType,
@@ -64,6 +67,7 @@ impl LoraConfig {
             activation: Activation::Identity,
             dora: false,
             sharing: Sharing::PerExpert,
+            dropout: None,
             seed: 0,
             dtype: DType::F32,
             compute: Compute::default(),
@@ -106,7 +110,13 @@ impl LoraConfig {
         self
     }
 
-    /// Seed of the start values.
+    /// Dropout in training. Layers then take the ids of their tokens.
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
+        self
+    }
+
+    /// Seed of the start values and of dropout.
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -165,7 +175,8 @@ impl LoraConfig {
     ///
     /// # Errors
     ///
-    /// When the rank is zero, alpha is not finite, or DoRA has a function between the factors.
+    /// When the rank is zero, alpha is not finite, the dropout is no probability below 1, or DoRA has a
+    /// function between the factors or dropout.
     pub fn check(&self) -> Result<(), AdapterError> {
         if self.rank == 0 {
             return Err(AdapterError::ZeroRank);
@@ -177,6 +188,14 @@ impl LoraConfig {
             return Err(AdapterError::DoraActivation {
                 activation: self.activation,
             });
+        }
+        if let Some(Dropout { probability, .. }) = self.dropout {
+            if !(0.0..1.0).contains(&probability) {
+                return Err(AdapterError::Dropout { probability });
+            }
+            if self.dora && probability > 0.0 {
+                return Err(AdapterError::DoraDropout { probability });
+            }
         }
         Ok(())
     }
@@ -207,6 +226,39 @@ mod tests {
         assert_eq!(
             silu.unwrap_err().to_string(),
             "DoRA with Silu between A and B has no weight whose rows have a length (use the identity)"
+        );
+    }
+
+    #[test]
+    fn dora_with_dropout_is_refused() {
+        for dropout in [Dropout::before_a, Dropout::after_b] {
+            let check = |dora, p| {
+                let config = LoraConfig::new(2, 4.0).with_dora(dora);
+                config.with_dropout(dropout(p)).check()
+            };
+            assert_eq!(check(false, 0.1), Ok(()));
+            assert_eq!(check(true, 0.0), Ok(()));
+            assert_eq!(
+                check(true, 0.1).unwrap_err().to_string(),
+                "DoRA with dropout=0.1 needs the base's output of the dropped input, which is not computed (use one or the other)"
+            );
+        }
+    }
+
+    #[test]
+    fn a_dropout_that_is_no_probability_is_refused() {
+        let check = |p| {
+            LoraConfig::new(1, 1.0)
+                .with_dropout(Dropout::before_a(p))
+                .check()
+        };
+        assert_eq!(check(0.0), Ok(()));
+        for wrong in [1.0, -0.1, f64::NAN] {
+            assert!(check(wrong).is_err());
+        }
+        assert_eq!(
+            check(1.0).unwrap_err().to_string(),
+            "dropout=1 is not in 0..1 (choose one such as 0.1, or none)"
         );
     }
 }

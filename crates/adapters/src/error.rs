@@ -36,6 +36,20 @@ pub enum AdapterError {
         /// The function.
         activation: Activation,
     },
+    /// DoRA with dropout.
+    #[error(
+        "DoRA with dropout={probability} needs the base's output of the dropped input, which is not computed (use one or the other)"
+    )]
+    DoraDropout {
+        /// The probability.
+        probability: f64,
+    },
+    /// A dropout that keeps nothing, or is no probability.
+    #[error("dropout={probability} is not in 0..1 (choose one such as 0.1, or none)")]
+    Dropout {
+        /// The probability.
+        probability: f64,
+    },
     /// A target that no linear matches.
     #[error(
         "target {pattern:?} matches no linear{hint} (known: {})",

@@ -97,7 +97,7 @@ impl Stream {
 }
 
 /// A hash of the path that is the same on every platform and release.
-fn fnv1a(path: &str) -> u64 {
+pub(crate) fn fnv1a(path: &str) -> u64 {
     path.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })

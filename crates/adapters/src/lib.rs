@@ -12,6 +12,7 @@
 mod checkpoint;
 mod config;
 mod dora;
+mod dropout;
 mod error;
 mod init;
 mod linear;
@@ -24,11 +25,12 @@ mod weight;
 
 pub use checkpoint::{load_adapters, load_checkpoint, save_checkpoint, stored_adapters};
 pub use config::{LoraConfig, Sharing};
+pub use dropout::{Dropout, DropoutAt};
 pub use error::{AdapterError, ResumeError};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
-pub use moe_lora_kernels::{Activation, Compute, Strategy};
+pub use moe_lora_kernels::{Activation, Compute, Strategy, TokenIds};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
 pub use shard::{ShardAxis, WeightLayout};
 pub use sync::sync_gradients;

@@ -9,15 +9,15 @@ use std::ops::Range;
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
-use moe_lora_kernels::RowGroups;
+use moe_lora_kernels::{DropoutMask, RowGroups, add_dropped, dropout};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
     Fanout, Features, Group, GroupKind, GroupName, Partial, Replicated, Sharded,
 };
 
 use crate::{
-    Activation, AdapterBackend, AdapterError, Column, Init, InitKey, LoraConfig, PlacedWeight,
-    Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
+    Activation, AdapterBackend, AdapterError, Column, DropoutAt, Init, InitKey, LoraConfig,
+    PlacedWeight, Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
 };
 
 /// The adapter of a base weight placed as `P`. Used through [`ColumnLora`], [`RowLora`] and
@@ -43,6 +43,8 @@ pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
     path: String,
     #[module(skip)]
     config: LoraConfig,
+    #[module(skip)]
+    first_expert: Option<usize>,
     #[module(skip)]
     place: PhantomData<(G, P)>,
 }
@@ -148,6 +150,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             magnitude_layout,
             path: path.into(),
             config: *config,
+            first_expert: base.experts.as_ref().map(|experts| experts.start),
             place: PhantomData,
         })
     }
@@ -160,6 +163,11 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
     /// The adapter's settings.
     pub fn config(&self) -> &LoraConfig {
         &self.config
+    }
+
+    /// The first global expert of the rank where the base is one of experts.
+    pub(crate) fn first_expert(&self) -> Option<usize> {
+        self.first_expert
     }
 
     /// Takes the local part of full factors, `a [E, r, d_in]` and `b [E, d_out, r]` in row-major
@@ -264,9 +272,12 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
     ///
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
-        let z = self.low(x.into_fanout(), rows);
+        let x = x.into_fanout();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
+        let z = self.low(x, rows);
         self.b
             .expand(z, self.config.between(), rows, self.config.compute)
+            .map(|delta| kept(delta, dropped))
     }
 
     /// `base` with the delta added to its local columns `columns`, in place where the buffer has no
@@ -282,14 +293,24 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
         x: X,
         rows: &RowGroups,
     ) -> Sharded<B, G> {
-        let z = self.low(x.into_fanout(), rows);
+        let x = x.into_fanout();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
+        let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);
-        self.b
-            .expand_into_shard(base, columns, z, between, rows, compute)
+        let Some(mask) = dropped else {
+            return self
+                .b
+                .expand_into_shard(base, columns, z, between, rows, compute);
+        };
+        let delta = self.b.expand(z, between, rows, compute).into_tensor();
+        base.map(|base| add_dropped(base, columns, delta, &mask))
     }
 
     fn low(&self, x: Fanout<B, G>, rows: &RowGroups) -> Fanout<B, G> {
-        self.a.shrink(x, rows, self.config.compute).gather_fanout()
+        let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
+        self.a
+            .shrink(x, dropped.as_ref(), rows, self.config.compute)
+            .gather_fanout()
     }
 }
 
@@ -303,9 +324,12 @@ impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
     ///
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsSharded<B, G, Features>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
-        let z = self.low(x.into_sharded(), rows);
+        let x = x.into_sharded();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
+        let z = self.low(x, rows);
         self.b
             .expand(z, self.config.between(), rows, self.config.compute)
+            .map(|delta| kept(delta, dropped))
     }
 
     /// `base + delta.embed()` in one write into the base's own columns, in place where the buffer has
@@ -320,13 +344,24 @@ impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
         x: X,
         rows: &RowGroups,
     ) -> Partial<B, G> {
-        let z = self.low(x.into_sharded(), rows);
+        let x = x.into_sharded();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
+        let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);
-        self.b.expand_into_term(base, z, between, rows, compute)
+        let Some(mask) = dropped else {
+            return self.b.expand_into_term(base, z, between, rows, compute);
+        };
+        let delta = self.b.expand(z, between, rows, compute).into_tensor();
+        base.add_embedded(delta.dims()[1], |base, columns| {
+            add_dropped(base, columns, delta, &mask)
+        })
     }
 
     fn low(&self, x: Sharded<B, G>, rows: &RowGroups) -> Fanout<B, G> {
-        self.a.shrink(x, rows, self.config.compute).reduce_fanout()
+        let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
+        self.a
+            .shrink(x, dropped.as_ref(), rows, self.config.compute)
+            .reduce_fanout()
     }
 }
 
@@ -337,9 +372,12 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
     ///
     /// When shapes or row groups do not match.
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
+        let x = x.into_replicated();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let (between, compute) = (self.config.between(), self.config.compute);
-        let z = self.a.shrink(x.into_replicated(), rows, compute);
-        self.b.expand(z, between, rows, compute)
+        self.b
+            .expand(self.low(x, rows), between, rows, compute)
+            .map(|delta| kept(delta, dropped))
     }
 
     /// `base` with the delta added, in place where the buffer has no other owner.
@@ -353,9 +391,21 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
         x: X,
         rows: &RowGroups,
     ) -> Replicated<B, G> {
+        let x = x.into_replicated();
+        let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
+        let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);
-        let z = self.a.shrink(x.into_replicated(), rows, compute);
-        self.b.expand_into(base, z, between, rows, compute)
+        let Some(mask) = dropped else {
+            return self.b.expand_into(base, z, between, rows, compute);
+        };
+        let delta = self.b.expand(z, between, rows, compute).into_tensor();
+        base.map(|base| add_dropped(base, 0..delta.dims()[1], delta, &mask))
+    }
+
+    fn low(&self, x: Replicated<B, G>, rows: &RowGroups) -> Replicated<B, G> {
+        let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
+        self.a
+            .shrink(x, dropped.as_ref(), rows, self.config.compute)
     }
 }
 
@@ -386,6 +436,14 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
             _ => self.b.gather(group),
         };
         Ok(low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config.scale()))
+    }
+}
+
+/// What the mask keeps of a delta.
+fn kept<B: AdapterBackend>(delta: Tensor<B, 2>, mask: Option<DropoutMask>) -> Tensor<B, 2> {
+    match mask {
+        None => delta,
+        Some(mask) => dropout(delta, &mask),
     }
 }
 

@@ -8,8 +8,8 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_kernels::{
-    Between, Compute, GroupedBackend, Layout, RowGroups, expand, expand_into, grouped_matmul,
-    linear, shrink,
+    Between, Compute, DropoutMask, GroupedBackend, Layout, RowGroups, expand, expand_into,
+    grouped_matmul, linear, shrink, shrink_dropped,
 };
 use moe_lora_parallel::region::{GATHER_FROM, apply};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
@@ -132,12 +132,16 @@ impl<B: GroupedBackend> Weight<B> {
     fn shrink(
         &self,
         x: Tensor<B, 2>,
+        dropout: Option<&DropoutMask>,
         rows: &RowGroups,
         layout: Layout,
         compute: Compute,
     ) -> Tensor<B, 2> {
         let rows = self.groups(rows, &x);
-        shrink(x, self.stacked(), &rows, layout, compute)
+        match dropout {
+            None => shrink(x, self.stacked(), &rows, layout, compute),
+            Some(mask) => shrink_dropped(x, mask, self.stacked(), &rows, layout, compute),
+        }
     }
 
     fn expand(
@@ -298,12 +302,16 @@ impl<B: AdapterBackend, G: GroupKind> ColumnWeight<B, G> {
     pub(crate) fn shrink(
         &self,
         x: Fanout<B, G>,
+        dropout: Option<&DropoutMask>,
         rows: &RowGroups,
         compute: Compute,
     ) -> Sharded<B, G> {
         let group = x.group().clone();
         let x = x.into_tensor();
-        group.shard(self.weight.shrink(x, rows, Layout::ByFeature, compute))
+        group.shard(
+            self.weight
+                .shrink(x, dropout, rows, Layout::ByFeature, compute),
+        )
     }
 
     /// As the `B` of an adapter.
@@ -371,12 +379,16 @@ impl<B: AdapterBackend, G: GroupKind> RowWeight<B, G> {
     pub(crate) fn shrink(
         &self,
         x: Sharded<B, G>,
+        dropout: Option<&DropoutMask>,
         rows: &RowGroups,
         compute: Compute,
     ) -> Partial<B, G> {
         let group = x.group().clone();
         let x = x.into_tensor();
-        group.partial(self.weight.shrink(x, rows, Layout::ByToken, compute))
+        group.partial(
+            self.weight
+                .shrink(x, dropout, rows, Layout::ByToken, compute),
+        )
     }
 }
 
@@ -394,10 +406,14 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedWeight<B, G> {
     pub(crate) fn shrink(
         &self,
         x: Replicated<B, G>,
+        dropout: Option<&DropoutMask>,
         rows: &RowGroups,
         compute: Compute,
     ) -> Replicated<B, G> {
-        x.map(|x| self.weight.shrink(x, rows, Layout::ByToken, compute))
+        x.map(|x| {
+            self.weight
+                .shrink(x, dropout, rows, Layout::ByToken, compute)
+        })
     }
 
     /// As the `B` of an adapter.

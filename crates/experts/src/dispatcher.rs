@@ -2,11 +2,13 @@
 //! expert's tensor parallel ranks; reduce-scatter and all-to-all on the way back.
 
 use burn::tensor::{Int, Tensor, TensorData};
-use moe_lora_kernels::{GroupError, RowGroups};
+use moe_lora_kernels::{GroupError, RowGroups, TokenIds};
 use moe_lora_parallel::region::{pad, unpad};
 use moe_lora_parallel::{
-    Ep, ExpertTp, Fanout, Group, Mesh, ParallelBackend, Partial, Tokens, all_to_all,
+    Ep, ExpertTp, Fanout, Group, Mesh, ParallelBackend, Partial, Tokens, all_to_all, range_of,
 };
+
+use crate::tokens::exchange;
 
 /// The way of one batch of tokens, known on the host before anything is sent.
 ///
@@ -18,6 +20,8 @@ pub struct Dispatch<B: ParallelBackend> {
     top_k: usize,
     /// Local assignments `(token, choice)` in the order they are sent: sorted by global expert.
     order: Vec<usize>,
+    /// Rows that each expert parallel rank sends to each other one.
+    sent: Vec<Vec<usize>>,
     /// Rows to and from each expert parallel rank.
     send: Vec<usize>,
     recv: Vec<usize>,
@@ -67,13 +71,16 @@ impl<B: ParallelBackend> Dispatch<B> {
 
         let from_ep = ep.exchange_sizes(&counts);
         let mine = ep.rank() * local..(ep.rank() + 1) * local;
-        let send = counts.chunks(local).map(|c| c.iter().sum()).collect();
+        let by_rank = |counts: &[usize]| -> Vec<usize> {
+            counts.chunks(local).map(|c| c.iter().sum()).collect()
+        };
+        let sent: Vec<Vec<usize>> = from_ep.iter().map(|counts| by_rank(counts)).collect();
         let received: Vec<usize> = from_ep
             .iter()
             .flat_map(|counts| &counts[mine.clone()])
             .copied()
             .collect();
-        let recv = received.chunks(local).map(|c| c.iter().sum()).collect();
+        let recv = by_rank(&received);
 
         let from_etp = etp.exchange_sizes(&received);
         let gathered: Vec<usize> = from_etp.iter().map(|counts| counts.iter().sum()).collect();
@@ -99,11 +106,41 @@ impl<B: ParallelBackend> Dispatch<B> {
             etp,
             top_k,
             order,
-            send,
+            send: sent[mesh.ep().rank()].clone(),
+            sent,
             recv,
             gathered,
             sorted: sorted_by(&expert_of_row),
         })
+    }
+
+    /// The same way of these tokens: [`rows`](Self::rows) then have their ids. Two exchanges of host
+    /// integers, as many as there are assignments.
+    ///
+    /// # Panics
+    ///
+    /// When there is not one id for each token, or when a collective fails.
+    pub fn with_tokens(mut self, tokens: &TokenIds) -> Self {
+        let ids = tokens.ids();
+        assert_eq!(
+            ids.len() * self.top_k,
+            self.order.len(),
+            "number of token ids times top_k"
+        );
+        let permuted: Vec<u64> = self.order.iter().map(|at| ids[at / self.top_k]).collect();
+        let sizes: Vec<usize> = self.sent.iter().map(|to| to.iter().sum()).collect();
+        let from_ep = exchange(&self.ep, &permuted, &sizes).into_iter();
+        let mine = from_ep
+            .zip(&self.sent)
+            .flat_map(|(ids, to)| ids[range_of(to, self.ep.rank())].to_vec());
+        let received: Vec<u64> = mine.collect();
+        let gathered = exchange(&self.etp, &received, &self.gathered).concat();
+        let sorted = match self.sorted.is_empty() {
+            true => vec![0], // the row of zeros
+            false => self.sorted.iter().map(|row| gathered[*row]).collect(),
+        };
+        self.rows = self.rows.with_tokens(TokenIds::new(tokens.step(), sorted));
+        self
     }
 
     /// Rows by local expert after [`tokens`](Self::tokens); one, of zeros, when none came.

@@ -3,9 +3,10 @@
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TrainedWeight};
+use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TokenIds, TrainedWeight};
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
+use crate::tokens::gather;
 use crate::{
     Dispatch, ExpertsError, GateUpTargets, GluActivation, MlpConfig, MlpWeights, RouterScore,
     Routing, SharedExperts, SwigluMlp, TopKRouter,
@@ -301,22 +302,43 @@ impl<B: AdapterBackend> MoeLayer<B> {
     ///
     /// When shapes do not match, or when a collective fails.
     pub fn forward(&self, x: Tensor<B, 2>, mesh: &Mesh<B>) -> Tensor<B, 2> {
+        self.run(x, None, mesh)
+    }
+
+    /// As [`forward`](Self::forward), of tokens with these ids, one a row of `x`: what adapters with dropout
+    /// need. No two ranks bring the same id. The ids travel with the tokens, on the host.
+    ///
+    /// # Panics
+    ///
+    /// When shapes do not match, or when a collective fails.
+    pub fn forward_tokens(
+        &self,
+        x: Tensor<B, 2>,
+        tokens: &TokenIds,
+        mesh: &Mesh<B>,
+    ) -> Tensor<B, 2> {
+        self.run(x, Some(tokens), mesh)
+    }
+
+    fn run(&self, x: Tensor<B, 2>, ids: Option<&TokenIds>, mesh: &Mesh<B>) -> Tensor<B, 2> {
         let Some(shared) = &self.shared else {
-            return self.routed(x, mesh);
+            return self.routed(x, ids, mesh);
         };
         let sizes: Vec<usize> = mesh.tp().exchange_sizes(&[x.dims()[0]]).concat();
         let tokens = mesh.tp().shard_tokens(x.clone(), &sizes);
         if !self.overlap {
-            return self.routed(x, mesh) + shared.forward_sequence(tokens).into_tensor();
+            let routed = self.routed(x, ids, mesh);
+            return routed + shared.forward_sequence(tokens, ids).into_tensor();
         }
         // The shared experts' gather goes out before the dispatcher's, their sum after it.
         let gathered = tokens.gather_fanout();
-        let routed = self.routed(x, mesh);
-        let term = shared.forward_overlapped(gathered);
+        let gathered_ids = ids.map(|ids| gather(mesh.tp(), ids, &sizes));
+        let routed = self.routed(x, ids, mesh);
+        let term = shared.forward_overlapped(gathered, gathered_ids.as_ref());
         routed + term.reduce_scatter::<Tokens>(&sizes).into_tensor()
     }
 
-    fn routed(&self, x: Tensor<B, 2>, mesh: &Mesh<B>) -> Tensor<B, 2> {
+    fn routed(&self, x: Tensor<B, 2>, ids: Option<&TokenIds>, mesh: &Mesh<B>) -> Tensor<B, 2> {
         let [tokens, hidden] = x.dims();
         let Routing {
             weights,
@@ -333,6 +355,10 @@ impl<B: AdapterBackend> MoeLayer<B> {
             .map_or(1, |experts| experts.len());
         let way =
             Dispatch::plan(&experts, top_k, local, mesh).expect("the ranks' counts were exchanged");
+        let way = match ids {
+            None => way,
+            Some(ids) => way.with_tokens(ids),
+        };
         let rows = way.rows().clone();
         let mut inner = self.experts.hidden(way.tokens(x), &rows);
         if self.weigh_at == WeighAt::Hidden {

@@ -11,6 +11,7 @@ mod layer;
 mod mlp;
 mod router;
 mod shared;
+mod tokens;
 
 pub use activation::GluActivation;
 pub use dispatcher::Dispatch;

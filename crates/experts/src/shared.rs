@@ -5,17 +5,19 @@ use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::AdapterBackend;
-use moe_lora_kernels::{RowGroups, linear};
+use moe_lora_kernels::{RowGroups, TokenIds, linear};
 use moe_lora_parallel::{Fanout, Partial, Replicated, Sharded, Tokens, Tp};
 
 use crate::SwigluMlp;
+use crate::tokens::gather;
 
 /// `mlp(x)`, or `sigmoid(x g^T) * mlp(x)` with a gate.
 ///
 /// One sum over the group brings the result together, and there are three ways to place it:
 /// [`forward`](Self::forward) makes it here, [`forward_overlapped`](Self::forward_overlapped)
 /// leaves it to the caller, who hides it behind the dispatcher's communication, and
-/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens.
+/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens. Adapters with dropout need the
+/// ids of the tokens.
 #[derive(Module, Debug)]
 pub struct SharedExperts<B: Backend> {
     /// The MLP.
@@ -30,8 +32,8 @@ impl<B: AdapterBackend> SharedExperts<B> {
     /// # Panics
     ///
     /// When shapes do not match, or when a collective fails.
-    pub fn forward(&self, x: Replicated<B, Tp>) -> Replicated<B, Tp> {
-        let rows = RowGroups::whole(x.clone().into_tensor().dims()[0]);
+    pub fn forward(&self, x: Replicated<B, Tp>, tokens: Option<&TokenIds>) -> Replicated<B, Tp> {
+        let rows = rows(x.tensor(), tokens);
         let y = self.mlp.forward(x.clone(), &rows);
         match &self.gate {
             None => y,
@@ -48,8 +50,12 @@ impl<B: AdapterBackend> SharedExperts<B> {
     /// # Panics
     ///
     /// When shapes do not match, or when a collective fails.
-    pub fn forward_overlapped(&self, x: Fanout<B, Tp>) -> Partial<B, Tp> {
-        let rows = RowGroups::whole(x.tensor().dims()[0]);
+    pub fn forward_overlapped(
+        &self,
+        x: Fanout<B, Tp>,
+        tokens: Option<&TokenIds>,
+    ) -> Partial<B, Tp> {
+        let rows = rows(x.tensor(), tokens);
         let y = self.mlp.forward_suppressed(x.clone(), &rows);
         match &self.gate {
             None => y,
@@ -57,15 +63,29 @@ impl<B: AdapterBackend> SharedExperts<B> {
         }
     }
 
-    /// Sequence parallel: this rank's tokens `[sizes[rank], H]` to the same.
+    /// Sequence parallel: this rank's tokens `[sizes[rank], H]`, whose ids `tokens` has, to the same.
     ///
     /// # Panics
     ///
     /// When shapes do not match, or when a collective fails.
-    pub fn forward_sequence(&self, x: Sharded<B, Tp, Tokens>) -> Sharded<B, Tp, Tokens> {
+    pub fn forward_sequence(
+        &self,
+        x: Sharded<B, Tp, Tokens>,
+        tokens: Option<&TokenIds>,
+    ) -> Sharded<B, Tp, Tokens> {
         let sizes = x.sizes().to_vec();
-        self.forward_overlapped(x.gather_fanout())
+        let tokens = tokens.map(|tokens| gather(x.group(), tokens, &sizes));
+        self.forward_overlapped(x.gather_fanout(), tokens.as_ref())
             .reduce_scatter(&sizes)
+    }
+}
+
+/// All rows of `x`, of these tokens.
+fn rows<B: AdapterBackend>(x: &Tensor<B, 2>, tokens: Option<&TokenIds>) -> RowGroups {
+    let rows = RowGroups::whole(x.dims()[0]);
+    match tokens {
+        None => rows,
+        Some(tokens) => rows.with_tokens(tokens.clone()),
     }
 }
 

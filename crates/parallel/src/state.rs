@@ -173,6 +173,11 @@ impl<B: ParallelBackend, G: GroupKind> Replicated<B, G> {
     pub fn group(&self) -> &Group<B, G> {
         &self.group
     }
+
+    /// The local tensor.
+    pub fn tensor(&self) -> &Tensor<B, 2> {
+        &self.tensor
+    }
 }
 
 impl<B: ParallelBackend, G: GroupKind> Fanout<B, G> {

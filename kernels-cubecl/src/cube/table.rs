@@ -9,6 +9,7 @@ use burn_cubecl::cubecl::server::Handle;
 use super::plan::ROWS;
 use super::project::NO_EXPERT;
 use crate::RowGroups;
+use crate::philox::halves;
 
 /// One buffer of words: `[expert, first row, end row]` for each tile of at most [`ROWS`] rows of one
 /// expert, then the `E + 1` offsets.
@@ -20,9 +21,19 @@ pub(crate) struct Table {
     pub offsets_at: usize,
 }
 
-struct OnDevice<R: CubeRuntime> {
+/// Words of a row: the token's low and high half, and the local expert.
+pub(crate) const TOKEN_WORDS: usize = 3;
+
+/// [`TOKEN_WORDS`] for each row of an expert.
+#[derive(Clone)]
+pub(crate) struct TokenTable {
+    pub handle: Handle,
+    pub words: usize,
+}
+
+struct OnDevice<R: CubeRuntime, T> {
     device: R::Device,
-    table: Table,
+    table: T,
 }
 
 impl RowGroups {
@@ -33,30 +44,69 @@ impl RowGroups {
         client: &ComputeClient<R>,
         device: &R::Device,
     ) -> Table {
+        self.uploaded::<R, _>(device, || {
+            let mut words = Vec::new();
+            let experts = (0..self.experts()).map(|expert| (expert as u32, self.range(expert)));
+            for (expert, rows) in experts.chain([(NO_EXPERT, self.rows()..self.all_rows())]) {
+                for first in rows.clone().step_by(ROWS) {
+                    words.extend([expert, word(first), word(rows.end.min(first + ROWS))]);
+                }
+            }
+            let offsets_at = words.len();
+            words.extend(self.offsets().iter().map(|offset| word(*offset)));
+            Table {
+                handle: client.create_from_slice(bytemuck::cast_slice(&words)),
+                words: words.len(),
+                tiles: offsets_at / 3,
+                offsets_at,
+            }
+        })
+    }
+
+    /// The tokens on `device`, uploaded at the first use.
+    ///
+    /// # Panics
+    ///
+    /// When the rows come without tokens.
+    pub(crate) fn token_table<R: CubeRuntime>(
+        &self,
+        client: &ComputeClient<R>,
+        device: &R::Device,
+    ) -> TokenTable {
+        let tokens = self.tokens().expect("a mask is of rows with tokens");
+        self.uploaded::<R, _>(device, || {
+            let mut words = Vec::new();
+            for expert in 0..self.experts() {
+                for id in &tokens.ids()[self.range(expert)] {
+                    let [low, high] = halves(*id);
+                    words.extend([low, high, expert as u32]);
+                }
+            }
+            if words.is_empty() {
+                words.push(0); // no backend takes a buffer of none
+            }
+            TokenTable {
+                handle: client.create_from_slice(bytemuck::cast_slice(&words)),
+                words: words.len(),
+            }
+        })
+    }
+
+    fn uploaded<R: CubeRuntime, T: Clone + Send + Sync + 'static>(
+        &self,
+        device: &R::Device,
+        upload: impl FnOnce() -> T,
+    ) -> T {
         let uploaded = &mut *self.uploaded.lock().unwrap_or_else(PoisonError::into_inner);
         let known = uploaded
             .iter()
-            .filter_map(|table| table.downcast_ref::<OnDevice<R>>())
+            .filter_map(|table| table.downcast_ref::<OnDevice<R, T>>())
             .find(|table| table.device == *device);
         if let Some(known) = known {
             return known.table.clone();
         }
-        let mut words = Vec::new();
-        let experts = (0..self.experts()).map(|expert| (expert as u32, self.range(expert)));
-        for (expert, rows) in experts.chain([(NO_EXPERT, self.rows()..self.all_rows())]) {
-            for first in rows.clone().step_by(ROWS) {
-                words.extend([expert, word(first), word(rows.end.min(first + ROWS))]);
-            }
-        }
-        let offsets_at = words.len();
-        words.extend(self.offsets().iter().map(|offset| word(*offset)));
-        let table = Table {
-            handle: client.create_from_slice(bytemuck::cast_slice(&words)),
-            words: words.len(),
-            tiles: offsets_at / 3,
-            offsets_at,
-        };
-        uploaded.push(Box::new(OnDevice::<R> {
+        let table = upload();
+        uploaded.push(Box::new(OnDevice::<R, T> {
             device: device.clone(),
             table: table.clone(),
         }));
