@@ -105,6 +105,11 @@ impl DropoutMask {
             >= self.threshold()
     }
 
+    /// The rows that it is of.
+    pub fn rows(&self) -> &RowGroups {
+        &self.rows
+    }
+
     /// `1 / (1 - p)`.
     pub fn scale(&self) -> f64 {
         (1.0 - self.probability).recip()

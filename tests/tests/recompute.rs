@@ -1,21 +1,39 @@
-//! Activation recompute: burn's balanced checkpointing gives the gradients of the plain backward
-//! pass, issues the same collectives, and trains adapters above a frozen embedding.
+//! Activation recompute, by burn's balanced checkpointing and by blocks that keep nothing but their
+//! input: the gradients of the plain backward pass, dropout included.
 
 use burn::backend::autodiff::checkpoint::strategy::{
     BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
 };
 use burn::backend::{Autodiff, Flex};
 use burn::optim::GradientsParams;
-use burn::tensor::{Int, Tensor, TensorData};
-use moe_lora_adapters::{Init, LoraConfig, Weight};
-use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeWeights};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use moe_lora_adapters::{AdapterBackend, Dropout, Init, LoraConfig, Recompute, TokenIds, Weight};
+use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_parallel::{CollectiveOp, GroupName, Mesh, MockWorld, TopologyConfig};
-use moe_lora_testkit::noise;
+use moe_lora_testkit::{Matrix, noise, synced_gradient};
 
 const H: usize = 8;
 const F: usize = 8;
 const E: usize = 4;
 const TOKENS: usize = 5;
+
+/// A layer without adapters.
+fn layer<B: AdapterBackend>(path: &str, mesh: &Mesh<B>) -> MoeLayer<B> {
+    let [router, gate, up, down] =
+        [E * H, E * F * H, E * F * H, E * H * F].map(|n| noise(n as u64, 1, n).to_f32());
+    let weights = MoeWeights {
+        router: &router,
+        experts: MlpWeights {
+            gate: &gate,
+            up: &up,
+            down: &down,
+            biases: None,
+        },
+        ..Default::default()
+    };
+    let config = MoeConfig::new(path, H, F, E, 2);
+    config.init(weights, mesh, &Default::default()).unwrap()
+}
 
 /// A rank's gradients, a factor each, and its calls.
 type Trained = (Vec<Vec<f32>>, Vec<(GroupName, CollectiveOp)>);
@@ -32,24 +50,9 @@ fn train<C: CheckpointStrategy>() -> Vec<Trained> {
         .run(|rank| {
             let mesh = Mesh::<Autodiff<Flex, C>>::new(topology, &rank).unwrap();
             let device = Default::default();
-            let [router, gate, up, down] =
-                [E * H, E * F * H, E * F * H, E * H * F].map(|n| noise(n as u64, 1, n).to_f32());
-            let experts = MlpWeights {
-                gate: &gate,
-                up: &up,
-                down: &down,
-                biases: None,
-            };
             let config = LoraConfig::new(2, 4.0).with_init_b(Init::Normal { std: 0.5 });
             let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
-                let weights = MoeWeights {
-                    router: &router,
-                    experts,
-                    ..Default::default()
-                };
-                let mut layer = MoeConfig::new(path, H, F, E, 2)
-                    .init(weights, &mesh, &device)
-                    .unwrap();
+                let mut layer = layer(path, &mesh);
                 let paths = layer.targets(GateUpTargets::Fused);
                 layer.adapt(&paths, &config, &device).unwrap();
                 layer
@@ -102,5 +105,88 @@ fn recompute_above_a_frozen_embedding_changes_no_gradient_and_no_collective() {
             assert!(norm > 1e-3, "a gradient norm of {norm}");
         }
         assert!(calls.len() > 20, "{} calls", calls.len());
+    }
+}
+
+/// Gradients of every factor and of the input, of two stacked layers with dropout.
+fn gradients<C: CheckpointStrategy>(
+    [ep, etp]: [usize; 2],
+    dropout: Dropout,
+    by_blocks: bool,
+) -> Vec<Vec<Vec<f32>>> {
+    let topology = TopologyConfig::new(ep * etp)
+        .with_ep(ep)
+        .with_etp(etp)
+        .init();
+    let topology = topology.unwrap();
+    let run = |mesh: Mesh<Autodiff<Flex, C>>| {
+        let config = LoraConfig::new(2, 4.0)
+            .with_init_b(Init::Normal { std: 0.5 })
+            .with_dropout(dropout);
+        let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
+            let mut layer = layer(path, &mesh);
+            let paths = layer.targets(GateUpTargets::Fused);
+            layer.adapt(&paths, &config, &Default::default()).unwrap();
+            layer
+        });
+        let first = (mesh.rank() * TOKENS) as u64;
+        let tokens = TokenIds::new(5, first..first + TOKENS as u64);
+        let block = |layer: &MoeLayer<_>, x: Tensor<_, 2>| {
+            x.clone() + layer.forward_tokens(x, &tokens, &mesh)
+        };
+        let x = noise(first + 1, TOKENS, H).tensor::<Flex>(DType::F32);
+        let loss = |y: Tensor<Autodiff<Flex, C>, 2>| y.powi_scalar(2).sum();
+        let (grads, dx) = if by_blocks {
+            let mut blocks = Recompute::new(x, &mesh);
+            for layer in &layers {
+                blocks = blocks.then(layer, block);
+            }
+            let y = Tensor::from_inner(blocks.output()).require_grad();
+            let mut grads = loss(y.clone()).backward();
+            blocks.backward(y.grad_remove(&mut grads).unwrap())
+        } else {
+            let x = Tensor::from_inner(x).require_grad();
+            let y = layers.iter().fold(x.clone(), |x, layer| block(layer, x));
+            let mut grads = loss(y).backward();
+            let dx = x.grad_remove(&mut grads).unwrap();
+            let mut all = GradientsParams::new();
+            for layer in &layers {
+                for trained in layer.trained_weights() {
+                    let Weight::PerExpert(param) = trained.weight else {
+                        panic!("an adapter an expert")
+                    };
+                    let grad = param.val().grad_remove(&mut grads).unwrap();
+                    all.register::<Flex, 3>(param.id, grad);
+                }
+            }
+            (all, dx)
+        };
+        let weights = layers.iter().flat_map(MoeLayer::trained_weights);
+        let mut all: Vec<Vec<f32>> = weights
+            .map(|trained| synced_gradient(trained.weight, &grads))
+            .map(|experts| experts.iter().flat_map(Matrix::to_f32).collect())
+            .collect();
+        assert_eq!(all.len(), grads.len());
+        all.push(dx.into_data().to_vec().unwrap());
+        all
+    };
+    MockWorld::new(ep * etp)
+        .run(|rank| run(Mesh::new(topology, &rank).unwrap()))
+        .unwrap()
+}
+
+#[test]
+fn recompute_draws_the_masks_of_dropout_again_and_changes_no_gradient() {
+    for place in [[1, 1], [2, 1], [1, 2], [2, 2]] {
+        for dropout in [Dropout::before_a(0.3), Dropout::after_b(0.3)] {
+            let plain = gradients::<NoCheckpointing>(place, dropout, false);
+            assert!(plain.iter().flatten().flatten().any(|grad| *grad != 0.0));
+            let balanced = gradients::<BalancedCheckpointing>(place, dropout, false);
+            assert_eq!(balanced, plain, "{place:?} {dropout:?}: balanced");
+            let blocks = gradients::<NoCheckpointing>(place, dropout, true);
+            assert_eq!(blocks, plain, "{place:?} {dropout:?}: blocks");
+            let none = gradients::<NoCheckpointing>(place, Dropout::before_a(0.0), false);
+            assert_ne!(none, plain);
+        }
     }
 }

@@ -9,12 +9,12 @@ use burn::tensor::backend::Backend;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::cubecl::wgpu::WgpuRuntime;
 use burn_fusion::Fusion;
-use moe_lora_adapters::{LoraConfig, Sharing};
+use moe_lora_adapters::{Dropout, LoraConfig, Sharing};
 use moe_lora_experts::GateUpTargets;
-use moe_lora_testkit::{Mocked, kernels};
+use moe_lora_testkit::{Mocked, dropout_masks, kernels};
 use moe_lora_tests::grouped::Kind;
 use moe_lora_tests::moe::{case, place};
-use moe_lora_tests::{grid, grouped};
+use moe_lora_tests::{grid, grouped, moe};
 
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u32>;
 type Fused = Fusion<Plain>;
@@ -45,6 +45,25 @@ fn grouped_kernels_are_the_products_of_each_expert() {
     let device = Default::default();
     kernels::<Plain>(&device, DType::F32, false, 1e-5, 10);
     kernels::<Fused>(&device, DType::F32, false, 1e-5, 10);
+}
+
+#[test]
+fn dropout_has_the_bits_of_the_host_s_masks() {
+    let Some(_alone) = adapter() else { return };
+    dropout_masks::<Plain>(&Default::default(), DType::F32);
+    dropout_masks::<Fused>(&Default::default(), DType::F32);
+}
+
+#[test]
+fn layers_with_dropout_are_exact() {
+    let Some(_alone) = adapter() else { return };
+    for dropout in [Dropout::before_a(0.4), Dropout::after_b(0.4)] {
+        let case = case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
+        let config = case.config.with_dropout(dropout);
+        let case = moe::Case { config, ..case };
+        case.check::<Autodiff<Plain>>(&Mocked, &place(1, 2, 2, &[3, 1, 4, 1]));
+        case.check::<Autodiff<Fused>>(&Mocked, &place(1, 1, 2, &[4, 5]));
+    }
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod init;
 mod linear;
 mod lora;
 mod optimizer;
+mod recompute;
 mod shard;
 mod sync;
 mod targets;
@@ -32,6 +33,7 @@ pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
 pub use moe_lora_kernels::{Activation, Compute, Strategy, TokenIds};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
+pub use recompute::Recompute;
 pub use shard::{ShardAxis, WeightLayout};
 pub use sync::sync_gradients;
 pub use targets::Targets;

@@ -8,6 +8,7 @@
 //! [`MockWorld`]: moe_lora_parallel::MockWorld
 
 mod conformance;
+mod dropout;
 mod factors;
 mod kernels;
 mod matrix;
@@ -19,6 +20,7 @@ mod shard;
 mod tolerance;
 
 pub use conformance::{Body, Host, conformance};
+pub use dropout::dropout_masks;
 pub use factors::{factors, gradient, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};

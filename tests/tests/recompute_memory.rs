@@ -1,0 +1,169 @@
+//! What recompute saves, in bytes that are allocated at once. A binary of its own: it replaces the
+//! allocator.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Distribution, Tensor};
+use moe_lora_adapters::{
+    ColumnLora, Dropout, Init, Lora, LoraConfig, Recompute, ShardAxis, TokenIds, WeightLayout,
+};
+use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
+use moe_lora_kernels::{
+    Compute, DropoutKey, DropoutMask, Layout as Runs, RowGroups, dropout, shrink,
+};
+use moe_lora_parallel::{ExpertTp, Group, Mesh};
+use moe_lora_testkit::noise;
+
+type B = Autodiff<Flex>;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `dealloc`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The most bytes that were there at once during `f`, beside those before it.
+fn peak<T>(f: impl FnOnce() -> T) -> usize {
+    let before = NOW.load(Ordering::Relaxed);
+    MOST.store(before, Ordering::Relaxed);
+    drop(f());
+    MOST.load(Ordering::Relaxed) - before
+}
+
+/// Bytes that are there after `f` beside those before it, and what it returned.
+fn kept<T>(f: impl FnOnce() -> T) -> (usize, T) {
+    let before = NOW.load(Ordering::Relaxed);
+    let result = f();
+    (NOW.load(Ordering::Relaxed) - before, result)
+}
+
+const TOKENS: usize = 512;
+const H: usize = 32;
+const F: usize = 64;
+const E: usize = 4;
+const TOP_K: usize = 2;
+const LAYERS: usize = 6;
+const F32: usize = size_of::<f32>();
+
+fn random(columns: usize) -> Tensor<Flex, 2> {
+    let distribution = Distribution::Normal(0.0, 1.0);
+    Tensor::random([TOKENS, columns], distribution, &Default::default())
+}
+
+fn layer(k: usize, mesh: &Mesh<B>) -> MoeLayer<B> {
+    let values = |n: usize| noise(n as u64, 1, n).scaled(0.125).to_f32();
+    let [router, gate, up, down] = [E * H, E * F * H, E * F * H, E * H * F].map(values);
+    let weights = MoeWeights {
+        router: &router,
+        experts: MlpWeights {
+            gate: &gate,
+            up: &up,
+            down: &down,
+            biases: None,
+        },
+        ..Default::default()
+    };
+    let config = LoraConfig::new(2, 4.0)
+        .with_init_b(Init::Xavier)
+        .with_dropout(Dropout::before_a(0.1));
+    let mut layer = MoeConfig::new(format!("layers.{k}.mlp"), H, F, E, TOP_K)
+        .init(weights, mesh, &Default::default())
+        .unwrap();
+    let paths = layer.targets(GateUpTargets::Fused);
+    layer.adapt(&paths, &config, &Default::default()).unwrap();
+    layer
+}
+
+/// One test: the numbers are those of the process.
+#[test]
+fn recompute_saves_the_activations_of_blocks_and_of_adapters() {
+    blocks();
+    an_adapter_with_dropout();
+}
+
+fn blocks() {
+    let mesh = Mesh::<B>::solo();
+    let layers: Vec<_> = (0..LAYERS).map(|k| layer(k, &mesh)).collect();
+    let tokens = TokenIds::new(0, 0..TOKENS as u64);
+    let block =
+        |layer: &MoeLayer<B>, x: Tensor<B, 2>| x.clone() + layer.forward_tokens(x, &tokens, &mesh);
+    let plain = || {
+        let x = Tensor::from_inner(random(H)).require_grad();
+        let y = layers.iter().fold(x.clone(), |x, layer| block(layer, x));
+        y.powi_scalar(2).sum().backward()
+    };
+    let recomputed = || {
+        let blocks = Recompute::new(random(H), &mesh);
+        let blocks = layers
+            .iter()
+            .fold(blocks, |blocks, layer| blocks.then(layer, block));
+        let y = Tensor::<B, 2>::from_inner(blocks.output()).require_grad();
+        let mut grads = y.clone().powi_scalar(2).sum().backward();
+        blocks.backward(y.grad_remove(&mut grads).unwrap())
+    };
+    // gemm's workspace is allocated by the first products of a thread.
+    let _ = (peak(plain), peak(recomputed));
+    let (plain, recomputed) = (peak(plain), peak(recomputed));
+    println!("{LAYERS} layers: {plain} bytes at once, {recomputed} with recompute");
+    // A layer keeps at least the gathered rows [T K, H], gate and up, and what the down projection reads.
+    let layer = TOKENS * TOP_K * (H + 3 * F) * F32;
+    assert!(
+        plain - recomputed > (LAYERS - 2) * layer,
+        "{plain} bytes, {recomputed} with recompute: saves less than {} layers of {layer}",
+        LAYERS - 2
+    );
+}
+
+fn an_adapter_with_dropout() {
+    let base = WeightLayout {
+        experts: None,
+        d_out: F,
+        d_in: H,
+        fragments: 1,
+        axis: ShardAxis::Out,
+        rank: 0,
+        ranks: 1,
+    };
+    let config = LoraConfig::new(2, 4.0).with_dropout(Dropout::before_a(0.1));
+    let device = Default::default();
+    let lora: ColumnLora<B, ExpertTp> = Lora::init("linear", &config, &base, &device).unwrap();
+    let rows = RowGroups::whole(TOKENS).with_tokens(TokenIds::new(0, 0..TOKENS as u64));
+    let x = Tensor::<B, 2>::from_inner(random(H)).require_grad();
+    let (bytes, delta) = kept(|| lora.forward(Group::solo().fanout(x.clone()), &rows));
+    let output = TOKENS * F * F32;
+    let input = TOKENS * H * F32;
+    println!(
+        "adapter: {bytes} bytes kept, {output} of them its output; the dropped input has {input}"
+    );
+    assert!(bytes < output + input / 2, "{bytes} bytes");
+    drop(delta);
+    // Negative control: an operation of its own keeps what dropout left.
+    let mask = DropoutMask::new(0.1, DropoutKey { seed: 0, layer: 0 }, &rows);
+    let a = lora.a.weight.stacked();
+    let alone = || {
+        let x = dropout(x.clone(), &mask);
+        shrink(x, a.clone(), &rows, Runs::ByToken, Compute::default())
+    };
+    let (bytes, _z) = kept(alone);
+    assert!(bytes >= input, "{bytes} bytes");
+}
