@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn::backend::Autodiff;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorMetadata};
+use burn_autodiff::NodeId;
 use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
@@ -73,21 +74,26 @@ impl<B: GroupedBackend> Backward<B, 2> for OuterBackward {
     }
 }
 
+/// Operands of a shrink, as [`Saved`]. The input comes from the checkpointer, which computes it again
+/// where the strategy says so.
+type SavedShrink<B> = (Option<NodeId>, Option<FloatTensor<B>>, RowGroups);
+
 #[derive(Debug)]
 struct ShrinkBackward {
     compute: Compute,
 }
 
 impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
-    type State = Saved<B>;
+    type State = SavedShrink<B>;
 
     fn backward(
         self,
         ops: Ops<Self::State, 2>,
         grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
+        checkpointer: &mut Checkpointer,
     ) {
         let (x, a, rows) = ops.state;
+        let x = x.map(|x| checkpointer.retrieve_node_output(x));
         let dz = grads.consume::<B>(&ops.node);
         let gradients = B::shrink_backward(dz, x, a, &rows, self.compute);
         for (node, gradient) in ops.parents.into_iter().zip(gradients) {
@@ -123,17 +129,17 @@ struct ShrinkDroppedBackward {
 }
 
 impl<B: GroupedBackend> Backward<B, 2> for ShrinkDroppedBackward {
-    type State = Saved<B>;
+    type State = SavedShrink<B>;
 
     fn backward(
         self,
         ops: Ops<Self::State, 2>,
         grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
+        checkpointer: &mut Checkpointer,
     ) {
         let (x, a, rows) = ops.state;
+        let x = x.map(|x| B::dropout(checkpointer.retrieve_node_output(x), &self.mask));
         let dz = grads.consume::<B>(&ops.node);
-        let x = x.map(|x| B::dropout(x, &self.mask));
         let [dx, da] = B::shrink_backward(dz, x, a, &rows, self.compute);
         let dx = dx.map(|dx| B::dropout(dx, &self.mask));
         for (node, gradient) in ops.parents.into_iter().zip([dx, da]) {
@@ -280,9 +286,9 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
             .compute_bound()
             .stateful();
         match prepared {
-            OpsKind::Tracked(prep) => {
+            OpsKind::Tracked(mut prep) => {
                 let saved = (
-                    a.is_tracked().then(|| x.primitive.clone()),
+                    a.is_tracked().then(|| prep.checkpoint(&x)),
                     x.is_tracked().then(|| a.primitive.clone()),
                     rows.clone(),
                 );
@@ -324,15 +330,17 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
             .prepare::<C>([x.node.clone(), a.node.clone()])
             .compute_bound()
             .stateful();
-        let saved = (
-            a.is_tracked().then(|| x.primitive.clone()),
-            x.is_tracked().then(|| a.primitive.clone()),
-            rows.clone(),
-        );
-        let z = B::shrink_dropped(x.primitive, mask, a.primitive, rows, layout, compute);
+        let run = |x, a| B::shrink_dropped(x, mask, a, rows, layout, compute);
         match prepared {
-            OpsKind::Tracked(prep) => prep.finish(saved, z),
-            OpsKind::UnTracked(prep) => prep.finish(z),
+            OpsKind::Tracked(mut prep) => {
+                let saved = (
+                    a.is_tracked().then(|| prep.checkpoint(&x)),
+                    x.is_tracked().then(|| a.primitive.clone()),
+                    rows.clone(),
+                );
+                prep.finish(saved, run(x.primitive, a.primitive))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(run(x.primitive, a.primitive)),
         }
     }
 

@@ -1,15 +1,21 @@
 //! Activation recompute, by burn's balanced checkpointing and by blocks that keep nothing but their
 //! input: the gradients of the plain backward pass, dropout included.
 
+use std::cell::Cell;
+
 use burn::backend::autodiff::checkpoint::strategy::{
     BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
 };
 use burn::backend::{Autodiff, Flex};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use moe_lora_adapters::{AdapterBackend, Dropout, Init, LoraConfig, Recompute, TokenIds, Weight};
+use moe_lora_adapters::{
+    AdapterBackend, Dropout, Init, LinearConfig, LoraConfig, Recompute, ReplicatedLinear, TokenIds,
+    Weight,
+};
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
-use moe_lora_parallel::{CollectiveOp, GroupName, Mesh, MockWorld, TopologyConfig};
+use moe_lora_kernels::RowGroups;
+use moe_lora_parallel::{CollectiveOp, GroupName, Mesh, MockWorld, TopologyConfig, Tp};
 use moe_lora_testkit::{Matrix, noise, synced_gradient};
 
 const H: usize = 8;
@@ -141,9 +147,8 @@ fn gradients<C: CheckpointStrategy>(
             for layer in &layers {
                 blocks = blocks.then(layer, block);
             }
-            let y = Tensor::from_inner(blocks.output()).require_grad();
-            let mut grads = loss(y.clone()).backward();
-            blocks.backward(y.grad_remove(&mut grads).unwrap())
+            let mut of_loss = loss(blocks.output()).backward();
+            blocks.backward(&mut of_loss)
         } else {
             let x = Tensor::from_inner(x).require_grad();
             let y = layers.iter().fold(x.clone(), |x, layer| block(layer, x));
@@ -173,6 +178,34 @@ fn gradients<C: CheckpointStrategy>(
     MockWorld::new(ep * etp)
         .run(|rank| run(Mesh::new(topology, &rank).unwrap()))
         .unwrap()
+}
+
+/// Gradient of `A` of a linear whose block sees these steps, one after the other.
+fn gradient_at(steps: [u64; 2]) -> Vec<f32> {
+    let (mesh, device) = (Mesh::<Autodiff<Flex>>::solo(), Default::default());
+    let config = LoraConfig::new(2, 4.0)
+        .with_init_b(Init::Xavier)
+        .with_dropout(Dropout::before_a(0.5));
+    let mut linear: ReplicatedLinear<_, Tp> = LinearConfig::new("fc", H, H)
+        .init(mesh.tp(), |_, row, column| (row + column) as f32, &device)
+        .unwrap();
+    linear.adapt("fc", &config, &device).unwrap();
+    let runs = Cell::new(0);
+    let x = noise(1, TOKENS, H).tensor::<Flex>(DType::F32);
+    let blocks = Recompute::new(x, &mesh).then(&linear, |linear, x| {
+        let tokens = TokenIds::new(steps[runs.replace(1)], 0..TOKENS as u64);
+        let rows = RowGroups::whole(TOKENS).with_tokens(tokens);
+        linear.forward(mesh.tp().replicated(x), &rows).into_tensor()
+    });
+    let mut of_loss = blocks.output().sum().backward();
+    let (grads, _) = blocks.backward(&mut of_loss);
+    synced_gradient::<Autodiff<Flex>>(linear.trained_weights()[0].weight, &grads)[0].to_f32()
+}
+
+#[test]
+fn masks_that_are_not_drawn_again_would_be_seen() {
+    assert_eq!(gradient_at([3, 3]), gradient_at([9, 3]));
+    assert_ne!(gradient_at([3, 3]), gradient_at([3, 9]));
 }
 
 #[test]

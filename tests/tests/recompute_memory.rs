@@ -4,10 +4,12 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use moe_lora_adapters::{
-    ColumnLora, Dropout, Init, Lora, LoraConfig, Recompute, ShardAxis, TokenIds, WeightLayout,
+    AdapterBackend, ColumnLora, Dropout, Init, Lora, LoraConfig, Recompute, ShardAxis, TokenIds,
+    WeightLayout,
 };
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_kernels::{
@@ -70,7 +72,7 @@ fn random(columns: usize) -> Tensor<Flex, 2> {
     Tensor::random([TOKENS, columns], distribution, &Default::default())
 }
 
-fn layer(k: usize, mesh: &Mesh<B>) -> MoeLayer<B> {
+fn layer<B: AdapterBackend>(k: usize, mesh: &Mesh<B>) -> MoeLayer<B> {
     let values = |n: usize| noise(n as u64, 1, n).scaled(0.125).to_f32();
     let [router, gate, up, down] = [E * H, E * F * H, E * F * H, E * H * F].map(values);
     let weights = MoeWeights {
@@ -117,14 +119,18 @@ fn blocks() {
         let blocks = layers
             .iter()
             .fold(blocks, |blocks, layer| blocks.then(layer, block));
-        let y = Tensor::<B, 2>::from_inner(blocks.output()).require_grad();
-        let mut grads = y.clone().powi_scalar(2).sum().backward();
-        blocks.backward(y.grad_remove(&mut grads).unwrap())
+        let mut of_loss = blocks.output().powi_scalar(2).sum().backward();
+        blocks.backward(&mut of_loss)
     };
     // gemm's workspace is allocated by the first products of a thread.
     let _ = (peak(plain), peak(recomputed));
     let (plain, recomputed) = (peak(plain), peak(recomputed));
     println!("{LAYERS} layers: {plain} bytes at once, {recomputed} with recompute");
+    let balanced = balanced();
+    println!("{balanced} with balanced checkpointing");
+    // Two values of [T K, F] a layer at least; 1.8 where adapters keep their input and do not ask for it again.
+    let hidden = TOKENS * TOP_K * F * F32;
+    assert!(plain - balanced > 2 * LAYERS * hidden, "{balanced} bytes");
     // A layer keeps at least the gathered rows [T K, H], gate and up, and what the down projection reads.
     let layer = TOKENS * TOP_K * (H + 3 * F) * F32;
     assert!(
@@ -132,6 +138,21 @@ fn blocks() {
         "{plain} bytes, {recomputed} with recompute: saves less than {} layers of {layer}",
         LAYERS - 2
     );
+}
+
+/// With burn's balanced checkpointing.
+fn balanced() -> usize {
+    type Balanced = Autodiff<Flex, BalancedCheckpointing>;
+    let mesh = Mesh::<Balanced>::solo();
+    let layers: Vec<_> = (0..LAYERS).map(|k| layer(k, &mesh)).collect();
+    let tokens = TokenIds::new(0, 0..TOKENS as u64);
+    peak(|| {
+        let x = Tensor::<Balanced, 2>::from_inner(random(H)).require_grad();
+        let y = layers.iter().fold(x, |x, layer| {
+            x.clone() + layer.forward_tokens(x, &tokens, &mesh)
+        });
+        y.powi_scalar(2).sum().backward()
+    })
 }
 
 fn an_adapter_with_dropout() {

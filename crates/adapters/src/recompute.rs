@@ -20,7 +20,7 @@ type Inner<B, const D: usize> = Tensor<<B as AutodiffBackend>::InnerBackend, D>;
 /// the one before it returned.
 ///
 /// burn cannot run a backward pass inside of another, so the blocks are no part of a graph: the caller
-/// takes the [`output`](Self::output), computes the loss of it, and gives the gradient back.
+/// takes the [`output`](Self::output), computes the loss of it, and gives its gradients back.
 ///
 /// ```
 /// use burn::backend::{Autodiff, Flex};
@@ -49,15 +49,14 @@ type Inner<B, const D: usize> = Tensor<<B as AutodiffBackend>::InnerBackend, D>;
 ///         x + y.into_tensor()
 ///     });
 /// }
-/// let y = Tensor::from_inner(blocks.output()).require_grad();
-/// let mut grads = y.clone().powi_scalar(2).sum().backward();
-/// let (grads, _) = blocks.backward(y.grad_remove(&mut grads).unwrap());
+/// let mut of_loss = blocks.output().powi_scalar(2).sum().backward();
+/// let (grads, _) = blocks.backward(&mut of_loss);
 /// assert_eq!(grads.len(), 4); // A and B of two layers
 /// # Ok::<(), moe_lora_adapters::AdapterError>(())
 /// ```
 pub struct Recompute<'a, B: AutodiffBackend + ParallelBackend, const D: usize> {
     blocks: Vec<(Inner<B, D>, Again<'a, B, D>)>,
-    output: Inner<B, D>,
+    output: Tensor<B, D>,
     mesh: &'a Mesh<B>,
 }
 
@@ -66,7 +65,7 @@ impl<'a, B: AutodiffBackend + ParallelBackend, const D: usize> Recompute<'a, B, 
     pub fn new(x: Inner<B, D>, mesh: &'a Mesh<B>) -> Self {
         Self {
             blocks: Vec::new(),
-            output: x,
+            output: leaf(x),
             mesh,
         }
     }
@@ -79,11 +78,11 @@ impl<'a, B: AutodiffBackend + ParallelBackend, const D: usize> Recompute<'a, B, 
         module: &'a M,
         f: impl Fn(&M, Tensor<B, D>) -> Tensor<B, D> + 'a,
     ) -> Self {
-        let input = self.output;
+        let input = self.output.inner();
         let frozen = module.clone().no_grad();
-        self.output = f(&frozen, Tensor::from_inner(input.clone())).inner();
+        self.output = leaf(f(&frozen, Tensor::from_inner(input.clone())).inner());
         let again = move |x: Inner<B, D>, dy: Inner<B, D>, sum: &mut GradientsParams| {
-            let x = Tensor::from_inner(x).require_grad();
+            let x = leaf(x);
             let mut found = (f(module, x.clone()) * Tensor::from_inner(dy))
                 .sum()
                 .backward();
@@ -95,24 +94,26 @@ impl<'a, B: AutodiffBackend + ParallelBackend, const D: usize> Recompute<'a, B, 
         self
     }
 
-    /// What the last block returned.
-    pub fn output(&self) -> Inner<B, D> {
+    /// What the last block returned, as a leaf of a new graph.
+    pub fn output(&self) -> Tensor<B, D> {
         self.output.clone()
     }
 
-    /// The gradients of all blocks' parameters and of the input, for that of the output.
+    /// The gradients of all blocks' parameters and of the input, for those of a loss of the output.
     ///
     /// # Panics
     ///
-    /// When a block does, or when a collective fails.
-    pub fn backward(self, dy: Inner<B, D>) -> (GradientsParams, Inner<B, D>) {
+    /// When the loss is not one of the output, when a block panics, or when a collective fails.
+    pub fn backward(self, of_loss: &mut B::Gradients) -> (GradientsParams, Inner<B, D>) {
         let Self {
             blocks,
             output,
             mesh,
         } = self;
+        let dy = output.grad_remove(of_loss);
+        let mut dy = dy.expect("the loss is one of the output of the blocks");
         drop(output);
-        let (mut grads, mut dy) = (GradientsParams::new(), dy);
+        let mut grads = GradientsParams::new();
         for (x, again) in blocks.into_iter().rev() {
             // burn takes the lock of every graph of the process at the end of a backward pass: none may
             // begin on a rank before the others have ended theirs.
@@ -121,6 +122,10 @@ impl<'a, B: AutodiffBackend + ParallelBackend, const D: usize> Recompute<'a, B, 
         }
         (grads, dy)
     }
+}
+
+fn leaf<B: AutodiffBackend, const D: usize>(x: Inner<B, D>) -> Tensor<B, D> {
+    Tensor::from_inner(x).require_grad()
 }
 
 /// Adds what was found of a module's parameters.

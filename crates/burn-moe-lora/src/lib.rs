@@ -62,9 +62,10 @@ pub use moe_lora_parallel as parallel;
 /// What a training loop names.
 pub mod prelude {
     pub use moe_lora_adapters::{
-        Activation, AdapterBackend, ColumnLinear, ColumnLora, Init, LinearConfig, LoraConfig,
-        ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Strategy, Targets,
-        TrainedWeight, load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
+        Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, Init, LinearConfig,
+        LoraConfig, Recompute, ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing,
+        Strategy, Targets, TokenIds, TrainedWeight, load_adapters, load_checkpoint,
+        save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use burn::backend::{Autodiff, Flex};
-use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::DType;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use moe_lora_kernels::{DropoutKey, DropoutMask, GroupedBackend, RowGroups, TokenIds, dropout};
 
 use crate::{Matrix, noise};

@@ -2,7 +2,7 @@
 
 use burn::tensor::DType;
 use burn_cubecl::cubecl::cuda::CudaDevice;
-use moe_lora_testkit::kernels;
+use moe_lora_testkit::{dropout_masks, kernels};
 
 use crate::ranks::gpus;
 use crate::{Fused, Plain};
@@ -40,4 +40,14 @@ fn fusion_runs_the_same_kernels() {
     let device = CudaDevice::new(0);
     kernels::<Fused>(&device, DType::F32, false, 1e-5, 10);
     kernels::<Fused>(&device, DType::BF16, false, BF16, 10);
+}
+
+#[test]
+fn dropout_has_the_bits_of_the_host_s_masks() {
+    let Some(_gpus) = gpus(1) else { return };
+    let device = CudaDevice::new(0);
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        dropout_masks::<Plain>(&device, dtype);
+        dropout_masks::<Fused>(&device, dtype);
+    }
 }
