@@ -286,7 +286,7 @@ mod tests {
             mask(KEY, 3, 50..100),
             mask(KEY, 3, 1 << 32..(1 << 32) + 50),
             base.clone().with_first_expert(1),
-            base.clone().with_features(&[40..80]),
+            base.clone().with_features(std::slice::from_ref(&(40..80))),
         ] {
             let other = factors(&other, 40);
             let same = all.iter().zip(&other).filter(|(a, b)| a == b).count();

@@ -10,7 +10,7 @@ pub const STEP: u64 = 3;
 
 /// The ids of all of a batch's tokens that a rank has from `first` on: far from its row numbers.
 pub fn tokens(ids: impl IntoIterator<Item = usize>) -> TokenIds {
-    TokenIds::new(STEP, ids.into_iter().map(|row| token(row)))
+    TokenIds::new(STEP, ids.into_iter().map(token))
 }
 
 /// The id of the batch's token `row`.

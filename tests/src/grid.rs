@@ -4,7 +4,7 @@
 //! Each rank has tokens, as CubeCL can launch no kernel on tensors without elements on CUDA.
 
 use burn::tensor::DType;
-use moe_lora_adapters::{Activation, LoraConfig, Sharing};
+use moe_lora_adapters::{Activation, Dropout, LoraConfig, Sharing};
 use moe_lora_experts::{GateUpTargets, SharedConfig, WeighAt};
 use moe_lora_testkit::{Axis, Ranks, TrainingBackend, assert_all_close, noise, oracle};
 
@@ -126,6 +126,34 @@ pub fn layers<B: TrainingBackend>(ranks: &impl Ranks<B>, places: &[Place], dtype
             ..plain
         };
         dora.check(ranks, place);
+    }
+}
+
+/// Whole layers whose adapters drop elements of their input or of their delta.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn layers_with_dropout<B: TrainingBackend>(
+    ranks: &impl Ranks<B>,
+    places: &[Place],
+    dtype: DType,
+) {
+    for place in places {
+        for dropout in [Dropout::before_a(0.5), Dropout::after_b(0.5)] {
+            for gate_up in GATE_UP {
+                for (weigh_at, shared) in kinds_of_layers() {
+                    let case = moe::case(Sharing::PerExpert, gate_up, dtype);
+                    let case = moe::Case {
+                        config: case.config.with_dropout(dropout),
+                        weigh_at,
+                        shared,
+                        ..case
+                    };
+                    case.check(ranks, place);
+                }
+            }
+        }
     }
 }
 

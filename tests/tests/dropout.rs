@@ -327,7 +327,10 @@ fn features_that_each_rank_counts_for_itself_give_another_product() {
         };
         term(0).plus(&term(1))
     };
-    let right = sum(&|rank| mask.clone().with_features(&[4 * rank..4 * rank + 4]));
+    let right = sum(&|rank| {
+        mask.clone()
+            .with_features(std::slice::from_ref(&(4 * rank..4 * rank + 4)))
+    });
     assert_close("global features", &right, &expected, DType::F32, 12);
     assert_far("local features", &sum(&|_| mask.clone()), &expected);
 }

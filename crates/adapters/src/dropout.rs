@@ -87,7 +87,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             layer: fnv1a(self.path()),
         };
         let features = match at {
-            DropoutAt::BeforeA => vec![self.a.layout().columns()],
+            DropoutAt::BeforeA => std::iter::once(self.a.layout().columns()).collect(),
             DropoutAt::AfterB => self.b.layout().rows(),
         };
         let mask = DropoutMask::new(dropout.probability, key, rows);

@@ -30,6 +30,7 @@ fn layers<B: TrainingBackend>(ranks: &impl Ranks<B>, places: &[Place]) {
     for dtype in DTYPES {
         grid::idle_experts::<B>(ranks, dtype);
         grid::layers::<B>(ranks, places, dtype);
+        grid::layers_with_dropout::<B>(ranks, places, dtype);
     }
 }
 
