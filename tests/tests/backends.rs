@@ -4,7 +4,7 @@
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_moe_lora::adapters::Weight;
 use burn_moe_lora::parallel::ParallelBackend;
 use burn_moe_lora::prelude::*;
@@ -117,4 +117,9 @@ fn ndarray_gives_the_numbers_of_flex_with_and_without_tokens_on_a_rank() {
             }
         }
     }
+}
+
+#[test]
+fn ndarray_has_the_bits_of_dropout_s_masks() {
+    moe_lora_testkit::dropout_masks::<NdArray>(&Default::default(), DType::F32);
 }

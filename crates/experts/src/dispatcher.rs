@@ -22,8 +22,7 @@ pub struct Dispatch<B: ParallelBackend> {
     order: Vec<usize>,
     /// Rows that each expert parallel rank sends to each other one.
     sent: Vec<Vec<usize>>,
-    /// Rows to and from each expert parallel rank.
-    send: Vec<usize>,
+    /// Rows from each expert parallel rank.
     recv: Vec<usize>,
     /// Rows that each expert tensor parallel rank received.
     gathered: Vec<usize>,
@@ -106,7 +105,6 @@ impl<B: ParallelBackend> Dispatch<B> {
             etp,
             top_k,
             order,
-            send: sent[mesh.ep().rank()].clone(),
             sent,
             recv,
             gathered,
@@ -167,8 +165,13 @@ impl<B: ParallelBackend> Dispatch<B> {
         self.send(select(x, &self.order))
     }
 
+    /// Rows to each expert parallel rank.
+    fn to_ep(&self) -> &[usize] {
+        &self.sent[self.ep.rank()]
+    }
+
     fn send(&self, permuted: Tensor<B, 2>) -> Fanout<B, ExpertTp> {
-        let received = all_to_all(permuted, &self.ep, &self.send, &self.recv);
+        let received = all_to_all(permuted, &self.ep, self.to_ep(), &self.recv);
         self.etp
             .shard_tokens(received, &self.gathered)
             .gather_fanout()
@@ -191,7 +194,7 @@ impl<B: ParallelBackend> Dispatch<B> {
                 false => select(y, &inverse(&self.sorted)),
             })
             .reduce_scatter::<Tokens>(&self.gathered);
-        let returned = all_to_all(summed.into_tensor(), &self.ep, &self.recv, &self.send);
+        let returned = all_to_all(summed.into_tensor(), &self.ep, &self.recv, self.to_ep());
         select(returned, &inverse(&self.order))
     }
 }

@@ -1,8 +1,8 @@
 //! Dropout by counter, on the device: the words are those of the host's generator.
 
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::cubecl;
 use burn_cubecl::cubecl::prelude::*;
+use burn_cubecl::cubecl::{self, calculate_cube_count_elemwise};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
@@ -28,6 +28,7 @@ pub(super) fn run<R: CubeRuntime>(x: CubeTensor<R>, mask: &DropoutMask) -> CubeT
     }
     let tokens = mask.rows.token_table::<R>(&client, &device);
     let units = rows * columns.div_ceil(FEATURES);
+    let cubes = CubeDim::new_1d(UNITS as u32);
     // SAFETY: the length is the number of elements the buffer was made for.
     let arg =
         |tensor: &CubeTensor<R>| unsafe { ArrayArg::from_raw_parts(tensor.handle.clone(), len) };
@@ -38,8 +39,8 @@ pub(super) fn run<R: CubeRuntime>(x: CubeTensor<R>, mask: &DropoutMask) -> CubeT
     unsafe {
         dropout_kernel::launch_unchecked::<R>(
             &client,
-            CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
+            calculate_cube_count_elemwise(&client, units, cubes),
+            cubes,
             AddressType::from_len(len),
             arg(&x),
             arg(&out),
