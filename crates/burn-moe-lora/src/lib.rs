@@ -39,7 +39,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`parallel`] | topology, groups, [`Collective`](parallel::Collective), the four states and the table of operations between them |
-//! | [`kernels`] | grouped matrix products, rows sorted by expert |
+//! | [`kernels`] | grouped matrix products, rows sorted by expert; dropout |
 //! | [`adapters`] | LoRA on column-parallel, row-parallel and replicated linears |
 //! | [`experts`] | router, dispatcher, expert MLP, MoE layer, shared experts |
 //! | [`checkpoint`] | sharded checkpoints that load at any topology |
