@@ -17,6 +17,7 @@ mod error;
 mod init;
 mod linear;
 mod lora;
+mod merge;
 mod optimizer;
 mod recompute;
 mod shard;

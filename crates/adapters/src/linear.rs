@@ -14,7 +14,7 @@ use moe_lora_parallel::{
 };
 
 use crate::dora::scale_columns;
-use crate::lora::{in_f32, size_name};
+use crate::lora::size_name;
 use crate::{
     AdapterBackend, AdapterError, Column, Lora, LoraConfig, PlacedWeight, Placement, Row,
     ShardAxis, TrainedWeight, Weight, WeightLayout, Whole,
@@ -189,6 +189,11 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
         Ok(self)
     }
 
+    /// Path of the linear.
+    pub(crate) fn path(&self) -> &str {
+        &self.path
+    }
+
     /// What an adapter can be put on: the fragments where there are any, and the whole.
     pub fn targets(&self) -> Vec<&str> {
         std::iter::once(&self.path)
@@ -240,7 +245,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
     }
 
     /// The local output columns of an adapter's delta.
-    fn columns(&self, lora: &Lora<B, G, P>) -> Range<usize> {
+    pub(crate) fn columns(&self, lora: &Lora<B, G, P>) -> Range<usize> {
         let [d_out, _] = self.weight.layout().local();
         let fragment = self.fragments.iter().position(|path| path == lora.path());
         match fragment {
@@ -293,75 +298,6 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
             }
         });
         Some(Tensor::cat(parts.collect(), 1))
-    }
-
-    /// `W + s B A`, with DoRA its rows at the trained lengths, in the base's own sharding and dtype,
-    /// `[E, d_out, d_in]` by local extents with `E = 1` for a linear without experts. Computed in
-    /// f32 and rounded once.
-    ///
-    /// # Errors
-    ///
-    /// When a function stands between the factors.
-    ///
-    /// # Panics
-    ///
-    /// When a collective fails.
-    pub fn merged_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
-        let base = self.weight.weight.untracked();
-        if self.adapters.is_empty() {
-            return Ok(base);
-        }
-        let dtype = base.dtype();
-        let [experts, _, d_in] = base.dims();
-        let mut merged = in_f32(base);
-        for lora in &self.adapters {
-            let delta = lora.delta_weight(group)?;
-            let rows = self.columns(lora);
-            let place = [0..experts, rows, 0..d_in];
-            let sum = merged.clone().slice(place.clone()) + delta;
-            let sum = lora.at_magnitudes(sum, group);
-            merged = merged.slice_assign(place, sum);
-        }
-        Ok(merged.cast(dtype))
-    }
-
-    /// Replaces the weight by the merged one and leaves no adapters; the bias stays. Returns the
-    /// linear as it was, for [`unmerge`](Self::unmerge).
-    ///
-    /// Dropped, what is returned frees the base. A base that is read anew takes the adapters on
-    /// when it is given those of the returned linear.
-    ///
-    /// # Errors
-    ///
-    /// When a function stands between the factors; nothing is changed then.
-    ///
-    /// # Panics
-    ///
-    /// When a collective fails.
-    pub fn merge(&mut self, group: &Group<B, G>) -> Result<Self, AdapterError> {
-        let mut merged = self.clone();
-        if !self.adapters.is_empty() {
-            merged.weight.weight.replace(self.merged_weight(group)?);
-            merged.adapters.clear();
-        }
-        Ok(std::mem::replace(self, merged))
-    }
-
-    /// Puts back what [`merge`](Self::merge) returned, to the bit. Subtracting the deltas would
-    /// not: their sum with the weight was rounded.
-    ///
-    /// # Panics
-    ///
-    /// When `original` is another linear, or another rank's part.
-    pub fn unmerge(&mut self, original: Self) {
-        assert_eq!(original.path, self.path, "unmerge of another linear");
-        assert_eq!(
-            original.weight.layout(),
-            self.weight.layout(),
-            "{}: unmerge of another part",
-            self.path
-        );
-        *self = original;
     }
 }
 

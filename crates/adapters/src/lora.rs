@@ -11,13 +11,11 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_kernels::{DropoutMask, RowGroups, add_dropped, dropout};
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
-use moe_lora_parallel::{
-    Fanout, Features, Group, GroupKind, GroupName, Partial, Replicated, Sharded,
-};
+use moe_lora_parallel::{Fanout, Features, GroupKind, GroupName, Partial, Replicated, Sharded};
 
 use crate::{
-    Activation, AdapterBackend, AdapterError, Column, DropoutAt, Init, InitKey, LoraConfig,
-    PlacedWeight, Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
+    AdapterBackend, AdapterError, Column, DropoutAt, Init, InitKey, LoraConfig, PlacedWeight,
+    Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
 };
 
 /// The adapter of a base weight placed as `P`. Used through [`ColumnLora`], [`RowLora`] and
@@ -409,61 +407,12 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
     }
 }
 
-impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
-    /// `s B A` in the base's sharding, `[E, d_out, d_in]` by the base's local extents. Computed in f32 (f64 for f64 factors).
-    ///
-    /// # Errors
-    ///
-    /// When a function stands between `A` and `B`.
-    ///
-    /// # Panics
-    ///
-    /// When a collective fails.
-    pub fn delta_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
-        if self.config.activation != Activation::Identity {
-            return Err(AdapterError::Unmergeable {
-                path: self.path.clone(),
-                activation: self.config.activation,
-            });
-        }
-        // The factor that is sharded as the base is stays as it is; the other one is gathered.
-        let a = match P::AXIS {
-            ShardAxis::In => self.a.weight.untracked(),
-            _ => self.a.gather(group),
-        };
-        let b = match P::AXIS {
-            ShardAxis::Out => self.b.weight.untracked(),
-            _ => self.b.gather(group),
-        };
-        Ok(low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config.scale()))
-    }
-}
-
 /// What the mask keeps of a delta.
 fn kept<B: AdapterBackend>(delta: Tensor<B, 2>, mask: Option<DropoutMask>) -> Tensor<B, 2> {
     match mask {
         None => delta,
         Some(mask) => dropout(delta, &mask),
     }
-}
-
-/// At least f32.
-pub(crate) fn in_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    match x.dtype() {
-        DType::F16 | DType::BF16 => x.cast(DType::F32),
-        _ => x,
-    }
-}
-
-/// `b [E, m, r]` times `a [E, r, n]`, one rank-1 term after the other: each element is the same
-/// chain of operations however the factors are sharded, so the product has the same bits at
-/// every topology. A blocked matmul does not promise that.
-fn low_rank_product<B: Backend>(b: Tensor<B, 3>, a: Tensor<B, 3>) -> Tensor<B, 3> {
-    let [_, _, rank] = b.dims();
-    (0..rank)
-        .map(|k| b.clone().narrow(2, k, 1) * a.clone().narrow(1, k, 1))
-        .reduce(|sum, term| sum + term)
-        .expect("LoraConfig::check refuses a rank of zero")
 }
 
 /// A trained factor of an adapter, with what is needed to name, count, save and reduce it.
