@@ -56,7 +56,7 @@ fn train<C: CheckpointStrategy>() -> Vec<Trained> {
         .run(|rank| {
             let mesh = Mesh::<Autodiff<Flex, C>>::new(topology, &rank).unwrap();
             let device = Default::default();
-            let config = LoraConfig::new(2, 4.0).with_init_b(Init::Normal { std: 0.5 });
+            let config = config();
             let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
                 let mut layer = layer(path, &mesh);
                 let paths = layer.targets(GateUpTargets::Fused);
@@ -114,10 +114,14 @@ fn recompute_above_a_frozen_embedding_changes_no_gradient_and_no_collective() {
     }
 }
 
-/// Gradients of every factor and of the input, of two stacked layers with dropout.
+fn config() -> LoraConfig {
+    LoraConfig::new(2, 4.0).with_init_b(Init::Normal { std: 0.5 })
+}
+
+/// Gradients of every factor and of the input, of two stacked layers with these adapters.
 fn gradients<C: CheckpointStrategy>(
     [ep, etp]: [usize; 2],
-    dropout: Dropout,
+    config: LoraConfig,
     by_blocks: bool,
 ) -> Vec<Vec<Vec<f32>>> {
     let topology = TopologyConfig::new(ep * etp)
@@ -126,13 +130,11 @@ fn gradients<C: CheckpointStrategy>(
         .init();
     let topology = topology.unwrap();
     let run = |mesh: Mesh<Autodiff<Flex, C>>| {
-        let config = LoraConfig::new(2, 4.0)
-            .with_init_b(Init::Normal { std: 0.5 })
-            .with_dropout(dropout);
         let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
             let mut layer = layer(path, &mesh);
             let paths = layer.targets(GateUpTargets::Fused);
             layer.adapt(&paths, &config, &Default::default()).unwrap();
+            layer.start_magnitudes(&mesh);
             layer
         });
         let first = (mesh.rank() * TOKENS) as u64;
@@ -212,14 +214,35 @@ fn masks_that_are_not_drawn_again_would_be_seen() {
 fn recompute_draws_the_masks_of_dropout_again_and_changes_no_gradient() {
     for place in [[1, 1], [2, 1], [1, 2], [2, 2]] {
         for dropout in [Dropout::before_a(0.3), Dropout::after_b(0.3)] {
-            let plain = gradients::<NoCheckpointing>(place, dropout, false);
+            let config = self::config().with_dropout(dropout);
+            let plain = gradients::<NoCheckpointing>(place, config, false);
             assert!(plain.iter().flatten().flatten().any(|grad| *grad != 0.0));
-            let balanced = gradients::<BalancedCheckpointing>(place, dropout, false);
+            let balanced = gradients::<BalancedCheckpointing>(place, config, false);
             assert_eq!(balanced, plain, "{place:?} {dropout:?}: balanced");
-            let blocks = gradients::<NoCheckpointing>(place, dropout, true);
+            let blocks = gradients::<NoCheckpointing>(place, config, true);
             assert_eq!(blocks, plain, "{place:?} {dropout:?}: blocks");
-            let none = gradients::<NoCheckpointing>(place, Dropout::before_a(0.0), false);
+            let none = gradients::<NoCheckpointing>(place, self::config(), false);
             assert_ne!(none, plain);
         }
+    }
+}
+
+#[test]
+fn recompute_computes_the_norms_of_dora_again_and_changes_no_gradient() {
+    let config = config().with_dora(true);
+    for place in [[1, 1], [2, 1], [1, 2], [2, 2]] {
+        let plain = gradients::<NoCheckpointing>(place, config, false);
+        for rank in &plain {
+            assert_eq!(
+                rank.len(),
+                2 * 2 * 3 + 1,
+                "A, B and m of two layers, and dx"
+            );
+            assert!(rank.iter().all(|grad| grad.iter().any(|g| *g != 0.0)));
+        }
+        let balanced = gradients::<BalancedCheckpointing>(place, config, false);
+        assert_eq!(balanced, plain, "{place:?}: balanced");
+        let blocks = gradients::<NoCheckpointing>(place, config, true);
+        assert_eq!(blocks, plain, "{place:?}: blocks");
     }
 }
