@@ -409,3 +409,24 @@ fn a_dense_linear_synchronised_over_dp_has_the_gradient_of_the_whole_batch() {
         assert_far("own tokens alone", &own, &expected.factors[0][0]);
     }
 }
+
+#[test]
+fn inputs_gathered_over_ep_have_the_gradient_terms_of_every_rank() {
+    // Each rank reads the rows of both and weighs their sum by 1 or 4.
+    let topology = topology(2, 1, 2, 1);
+    let gradients = |sliced: bool| {
+        ranks(&mock(topology), topology, |mesh| {
+            let x: Tensor<Ad, 2> = Tensor::ones([3, 2], &Default::default()).require_grad();
+            let own = mesh.ep().shard_tokens(x.clone(), &[3, 3]);
+            let all = match sliced {
+                true => own.gather_from().into_tensor(),
+                false => own.gather_fanout().into_tensor(),
+            };
+            let grads = (all.sum() * [1.0, 4.0][mesh.rank()]).backward();
+            Matrix::read(x.grad(&grads).unwrap()).values
+        })
+    };
+    assert_eq!(gradients(false), [[5.0; 6]; 2]);
+    // Negative control: a slice keeps the rank's own term.
+    assert_eq!(gradients(true), [[1.0; 6], [4.0; 6]]);
+}

@@ -1,4 +1,4 @@
-//! What can go wrong when adapters are built, saved or loaded.
+//! What can go wrong when adapters are built, trained, saved or loaded.
 
 use burn::tensor::DType;
 use moe_lora_checkpoint::CheckpointError;
@@ -101,6 +101,24 @@ pub enum AdapterError {
         found: usize,
         /// The full shape.
         expected: Vec<usize>,
+    },
+}
+
+/// Gradients that cannot be clipped.
+#[derive(Clone, Copy, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum ClipError {
+    /// A bound that would turn the gradients around or leave nothing of them.
+    #[error("max_norm={max_norm} is not above zero (choose one such as 1.0)")]
+    MaxNorm {
+        /// The bound.
+        max_norm: f64,
+    },
+    /// An infinite norm, or none.
+    #[error("the gradients have norm {norm} (leave this step out, or lower the learning rate)")]
+    NotFinite {
+        /// The norm.
+        norm: f64,
     },
 }
 

@@ -10,10 +10,12 @@
 //! weight.
 
 mod checkpoint;
+mod clip;
 mod config;
 mod dora;
 mod dropout;
 mod error;
+mod gradient;
 mod init;
 mod linear;
 mod lora;
@@ -26,9 +28,11 @@ mod targets;
 mod weight;
 
 pub use checkpoint::{load_adapters, load_checkpoint, save_checkpoint, stored_adapters};
+pub use clip::{clip_gradients, gradient_norm};
 pub use config::{LoraConfig, Sharing};
 pub use dropout::{Dropout, DropoutAt};
-pub use error::{AdapterError, ResumeError};
+pub use error::{AdapterError, ClipError, ResumeError};
+pub use gradient::{GradientPlan, GradientRow};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};

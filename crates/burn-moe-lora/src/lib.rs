@@ -62,9 +62,10 @@ pub use moe_lora_parallel as parallel;
 /// What a training loop names.
 pub mod prelude {
     pub use moe_lora_adapters::{
-        Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, Init, LinearConfig,
-        LoraConfig, Recompute, ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing,
-        Strategy, Targets, TokenIds, TrainedWeight, load_adapters, load_checkpoint,
+        Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, GradientPlan, Init,
+        LinearConfig, LoraConfig, Recompute, ReplicatedLinear, ReplicatedLora, RowLinear, RowLora,
+        Sharing, Strategy, Targets, TokenIds, TrainedWeight, clip_gradients, gradient_norm,
+        load_adapters, load_checkpoint,
         save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{

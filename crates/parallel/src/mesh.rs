@@ -148,19 +148,27 @@ impl<B: ParallelBackend> Mesh<B> {
         &self.expert_dp
     }
 
+    /// The sum of every rank's number, such as its count of tokens. Every rank calls it.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn sum(&self, here: usize) -> usize {
+        // Ranks are expert tensor, then expert, then replica coordinates: three passes reach all.
+        fn over<B: ParallelBackend, G: GroupKind>(group: &Group<B, G>, here: usize) -> usize {
+            group.exchange_sizes(&[here]).into_iter().flatten().sum()
+        }
+        let here = over(&self.expert_tp, here);
+        let here = over(&self.ep, here);
+        over(&self.expert_dp, here)
+    }
+
     /// Whether it is so on every rank of the world. Every rank calls it.
     ///
     /// # Panics
     ///
     /// When a collective fails.
     pub fn all(&self, here: bool) -> bool {
-        // Ranks are expert tensor, then expert, then replica coordinates: three passes reach all.
-        fn agree<B: ParallelBackend, G: GroupKind>(group: &Group<B, G>, here: bool) -> bool {
-            let ranks = group.exchange_sizes(&[usize::from(here)]);
-            ranks.concat().into_iter().all(|rank| rank == 1)
-        }
-        let here = agree(&self.expert_tp, here);
-        let here = agree(&self.ep, here);
-        agree(&self.expert_dp, here)
+        self.sum(usize::from(!here)) == 0
     }
 }

@@ -148,6 +148,17 @@ impl Topology {
         self.0.world / (self.0.ep * self.0.etp)
     }
 
+    /// Number of ranks in a group.
+    pub fn size(&self, group: GroupName) -> usize {
+        match group {
+            GroupName::Tp => self.tp(),
+            GroupName::ExpertTp => self.etp(),
+            GroupName::Ep => self.ep(),
+            GroupName::Dp => self.dp(),
+            GroupName::ExpertDp => self.expert_dp(),
+        }
+    }
+
     /// A rank's position in each group.
     ///
     /// # Errors
@@ -291,6 +302,7 @@ mod tests {
                 ] {
                     let members = t.members(group, rank).unwrap();
                     assert_eq!(members[at], rank);
+                    assert_eq!(members.len(), t.size(group));
                     for member in &members {
                         assert_eq!(t.members(group, *member).unwrap(), members);
                     }

@@ -624,3 +624,18 @@ fn a_world_agrees_only_when_every_rank_does() {
         assert_eq!(agreed, vec![dissenter.is_none(); 8], "{dissenter:?}");
     }
 }
+
+#[test]
+fn a_sum_over_the_world_counts_every_rank_once() {
+    for (ep, etp) in [(1, 1), (2, 2), (4, 2), (1, 4)] {
+        let topology = TopologyConfig::new(8).with_ep(ep).with_etp(etp).init();
+        let topology = topology.unwrap();
+        let sums = MockWorld::new(8)
+            .run(|rank| {
+                let mesh = Mesh::<Flex>::new(topology, &rank).unwrap();
+                mesh.sum(10usize.pow(mesh.rank() as u32))
+            })
+            .unwrap();
+        assert_eq!(sums, [11_111_111; 8], "ep={ep} etp={etp}");
+    }
+}
