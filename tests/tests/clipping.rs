@@ -44,7 +44,9 @@ fn grid() -> Vec<Place> {
                 8 => &[2, 1, 0, 1, 3, 0, 1, 1],
                 _ => continue,
             };
-            let sizes = [1, 2, 4].into_iter().filter(|tp| dealt.len() % tp == 0);
+            let sizes = [1, 2, 4]
+                .into_iter()
+                .filter(|tp| dealt.len().is_multiple_of(*tp));
             places.extend(sizes.map(|tp| place(tp, ep, etp, dealt)));
         }
     }
@@ -350,7 +352,7 @@ fn a_missing_gradient_counts_as_zeros_and_no_factors_have_norm_zero() {
 // ---- half precision ----------------------------------------------------------------------------
 
 #[test]
-fn squares_beyond_half_precision_are_summed_in_f32() {
+fn squares_beyond_half_precision_are_summed_in_a_wider_type() {
     // 300 squared overflows f16, and 1e-4 squared is nothing in it.
     let topology = topology(4, 2, 2, 2);
     for value in [300.0, 1e-4] {
@@ -364,6 +366,27 @@ fn squares_beyond_half_precision_are_summed_in_f32() {
         assert!(error.abs() < 1e-6, "{value}: {error:.1e}");
         assert!(!half::f16::from_f64(value * value).is_normal());
     }
+}
+
+#[test]
+fn a_sum_of_many_squares_loses_none() {
+    let (mesh, device) = (Mesh::<Ad>::solo(), Default::default());
+    let mut linear: ReplicatedLinear<Ad, Tp> = LinearConfig::new("q", 8, 1 << 16)
+        .init(mesh.tp(), |_, _, _| 0.0, &device)
+        .unwrap();
+    let config = LoraConfig::new(16, 8.0);
+    linear.adapt("q", &config, &device).unwrap();
+    let weights = linear.trained_weights();
+    let norm = gradient_norm(&weights, &filled(&weights, 0.1), &mesh);
+    let elements = weights
+        .iter()
+        .map(|weight| weight.weight.len())
+        .sum::<usize>();
+    let expected = f64::from(0.1f32) * (elements as f64).sqrt();
+    assert!((norm / expected - 1.0).abs() < 1e-9, "{norm} {expected}");
+    // Negative control: one after the other in f32.
+    let naive: f32 = (0..elements).map(|_| 0.1f32 * 0.1f32).sum();
+    assert!((f64::from(naive.sqrt()) / expected - 1.0).abs() > 1e-6);
 }
 
 #[test]
