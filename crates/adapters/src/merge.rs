@@ -108,7 +108,7 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
 }
 
 /// At least f32.
-fn in_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+pub(crate) fn in_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::F16 | DType::BF16 => x.cast(DType::F32),
         _ => x,

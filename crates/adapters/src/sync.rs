@@ -7,7 +7,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use moe_lora_parallel::region::{REDUCE_FROM, Transition, apply};
 use moe_lora_parallel::{Group, GroupKind, GroupName, Mesh, ParallelBackend};
 
-use crate::lora::in_f32;
+use crate::merge::in_f32;
 use crate::{GradientPlan, GradientRow, TrainedWeight, Weight};
 
 /// Sums each factor's gradient over the ranks that hold a term of it, as [`GradientPlan`] says.

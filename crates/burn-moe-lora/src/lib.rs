@@ -65,8 +65,7 @@ pub mod prelude {
         Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, GradientPlan, Init,
         LinearConfig, LoraConfig, Recompute, ReplicatedLinear, ReplicatedLora, RowLinear, RowLora,
         Sharing, Strategy, Targets, TokenIds, TrainedWeight, clip_gradients, gradient_norm,
-        load_adapters, load_checkpoint,
-        save_checkpoint, sync_gradients,
+        load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
