@@ -118,8 +118,10 @@ pub(crate) fn direct_kernel<E: Float, NX: Size, NW: Size, NO: Size, MO: Size>(
     let plane_n = (plane / planes_m) % planes_n;
     let plane_k = plane / comptime!(planes_m * planes_n);
 
-    let row_cube = CUBE_POS_X as usize;
-    let cube_column = CUBE_POS_Y as usize * tile.n;
+    // Neighbouring cubes have neighbouring columns of the same rows.
+    let column_cubes = n.div_ceil(tile.n);
+    let row_cube = CUBE_POS_X as usize / column_cubes;
+    let cube_column = CUBE_POS_X as usize % column_cubes * tile.n;
     let index = row_cube * planes_m + plane_m;
     let (expert, first, rows) = row_tile(table, index, tiles, all_rows, direct);
     let mut weight = 0usize.runtime();

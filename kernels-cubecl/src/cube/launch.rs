@@ -170,11 +170,8 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
         };
         if let Some(direct) = plan::direct(&client, precision, &shape, &x, &w, &target) {
             let tile = direct.plan.tile;
-            let count = CubeCount::Static(
-                tiles.div_ceil(tile.planes[0]) as u32,
-                n.div_ceil(tile.n) as u32,
-                1,
-            );
+            let cubes = tiles.div_ceil(tile.planes[0]) * n.div_ceil(tile.n);
+            let count = CubeCount::Static(cubes as u32, 1, 1);
             // SAFETY: as for the kernel below; widths divide the extents and places, which was checked.
             unsafe {
                 direct_kernel::launch_unchecked::<R>(

@@ -283,12 +283,13 @@ pub(crate) fn direct<R: CubeRuntime>(
     if x_by_row && !x.allows(width) || !x_by_row && !shared {
         return None;
     }
+    // What is loaded before it is multiplied stays below half of a unit's registers, so that two cubes
+    // share a processor.
     let (planes, ahead) = if wide {
         ([2, 4, 1], 1)
     } else {
         let planes_n = n.div_ceil(8 * n_tiles).next_power_of_two();
-        let ahead = if n_tiles <= 4 { 4 } else { 2 };
-        ([1, planes_n, PLANES / planes_n], ahead)
+        ([1, planes_n, PLANES / planes_n], (8 / n_tiles).min(4))
     };
     let out_by_row = out.layout == Layout::ByToken;
     let fits = |width: usize| out.allows(width) && n.is_multiple_of(width);
