@@ -6,9 +6,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
-use crate::low_rank::{
-    Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
-};
+use crate::low_rank::{self, Expanded, Gradients2, Layout, add_columns, between};
 use crate::{Between, Compute, DropoutMask, RowGroups, dropout, per_expert};
 
 /// The three grouped products of a linear: output, input gradient and weight gradient.
@@ -63,9 +61,7 @@ pub trait GroupedBackend: Backend {
         compute: Compute,
     ) -> Gradients2<Self> {
         let _ = compute;
-        let dx = a.map(|a| Self::grouped_matmul(dz.clone(), a, rows, true));
-        let da = x.map(|x| Self::grouped_outer(dz, x, rows));
-        [dx, da]
+        low_rank::shrink_backward::<Self>(dz, x, a, rows)
     }
 
     /// See [`dropout`](crate::dropout).
@@ -123,19 +119,7 @@ pub trait GroupedBackend: Backend {
     /// Cotangents of `z`, where `b` was kept for it, and of `b`, where `db` asks for it, for that of
     /// the output.
     fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
-        let Expanded {
-            z,
-            between: f,
-            rows,
-            ..
-        } = saved;
-        let dy = columns_of::<Self>(dy, saved.columns);
-        let db = db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), &rows));
-        let dz = saved.b.map(|b| {
-            let grad = Self::grouped_matmul(dy, b, &rows, true);
-            between_backward::<Self>(z, grad, f)
-        });
-        [dz, db]
+        low_rank::expand_backward::<Self>(dy, saved, db)
     }
 }
 

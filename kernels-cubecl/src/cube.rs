@@ -26,9 +26,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorMetadata};
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 
-use crate::low_rank::{
-    Expanded, Gradients2, Layout, add_columns, between, between_backward, columns_of,
-};
+use crate::low_rank::{self, Expanded, Gradients2, Layout, add_columns, between};
 use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups, per_expert};
 use launch::{Outer, Project};
 use plan::Precision;
@@ -85,9 +83,7 @@ where
     ) -> Gradients2<Self> {
         let rank = dz.shape()[1];
         let Some(precision) = Precision::of(&dz, rank, compute) else {
-            let dx = a.map(|a| Self::grouped_matmul(dz.clone(), a, rows, true));
-            let da = x.map(|x| Self::grouped_outer(dz, x, rows));
-            return [dx, da];
+            return low_rank::shrink_backward::<Self>(dz, x, a, rows);
         };
         let dx = a.map(|a| {
             Project::new(dz.clone(), 0..rank, a, rows)
@@ -141,6 +137,10 @@ where
     }
 
     fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
+        let rank = saved.z.shape()[1];
+        let Some(precision) = Precision::of(&saved.z, rank, saved.compute) else {
+            return low_rank::expand_backward::<Self>(dy, saved, db);
+        };
         let Expanded {
             columns,
             z,
@@ -148,17 +148,6 @@ where
             rows,
             ..
         } = saved;
-        let rank = z.shape()[1];
-        let Some(precision) = Precision::of(&z, rank, saved.compute) else {
-            let dy = columns_of::<Self>(dy, columns);
-            let db =
-                db.then(|| Self::grouped_outer(dy.clone(), between::<Self>(z.clone(), f), &rows));
-            let dz = saved.b.map(|b| {
-                let grad = Self::grouped_matmul(dy, b, &rows, true);
-                between_backward::<Self>(z, grad, f)
-            });
-            return [dz, db];
-        };
         let dz = saved.b.map(|b| {
             Project::new(dy.clone(), columns.clone(), b, &rows)
                 .transposed()

@@ -7,6 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
+use crate::low_rank;
 use crate::philox::{halves, philox};
 use crate::{Compute, GroupedBackend, Layout, RowGroups, TokenIds};
 
@@ -203,6 +204,7 @@ pub fn shrink_dropped<B: GroupedBackend>(
 ) -> Tensor<B, 2> {
     check("shrink_dropped", x.dims(), mask);
     rows.check("shrink_dropped", x.dims(), a.dims());
+    low_rank::require_kernels(&a, a.dims()[1], compute);
     let z = B::shrink_dropped(
         x.into_primitive().tensor(),
         mask,

@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Slice, Tensor, TensorMetadata, TensorPrimitive};
 
-use crate::{Between, Compute, GroupedBackend, RowGroups};
+use crate::{Between, Compute, GroupedBackend, RowGroups, Strategy};
 
 /// How `z [T, r]` lies in memory where a kernel is free to choose. The values are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -54,6 +54,7 @@ pub fn shrink<B: GroupedBackend>(
     compute: Compute,
 ) -> Tensor<B, 2> {
     rows.check("shrink", x.dims(), a.dims());
+    require_kernels(&a, a.dims()[1], compute);
     tensor(B::shrink(primitive(x), primitive(a), rows, layout, compute))
 }
 
@@ -74,6 +75,7 @@ pub fn expand<B: GroupedBackend>(
     compute: Compute,
 ) -> Tensor<B, 2> {
     rows.check("expand", z.dims(), b.dims());
+    require_kernels(&b, b.dims()[2], compute);
     tensor(B::expand(
         primitive(z),
         primitive(b),
@@ -103,6 +105,7 @@ pub fn expand_into<B: GroupedBackend>(
     compute: Compute,
 ) -> Tensor<B, 2> {
     rows.check("expand_into", z.dims(), b.dims());
+    require_kernels(&b, b.dims()[2], compute);
     let ([base_rows, n], [_, d_out, _]) = (base.dims(), b.dims());
     assert!(
         base_rows == rows.all_rows() && columns.len() == d_out && columns.end <= n,
@@ -135,12 +138,52 @@ pub(crate) fn between<B: Backend>(z: FloatTensor<B>, between: Between) -> FloatT
 }
 
 /// The cotangent of `z` behind what stands between the factors.
-pub(crate) fn between_backward<B: Backend>(
+fn between_backward<B: Backend>(
     z: FloatTensor<B>,
     grad: FloatTensor<B>,
     between: Between,
 ) -> FloatTensor<B> {
     primitive(between.backward(tensor::<B, 2>(z), tensor(grad)))
+}
+
+/// The backward pass of a shrink by grouped products.
+pub(crate) fn shrink_backward<B: GroupedBackend>(
+    dz: FloatTensor<B>,
+    x: Option<FloatTensor<B>>,
+    a: Option<FloatTensor<B>>,
+    rows: &RowGroups,
+) -> Gradients2<B> {
+    let dx = a.map(|a| B::grouped_matmul(dz.clone(), a, rows, true));
+    let da = x.map(|x| B::grouped_outer(dz, x, rows));
+    [dx, da]
+}
+
+/// The backward pass of an expansion by grouped products.
+pub(crate) fn expand_backward<B: GroupedBackend>(
+    dy: FloatTensor<B>,
+    saved: Expanded<B>,
+    db: bool,
+) -> Gradients2<B> {
+    let Expanded { z, rows, .. } = saved;
+    let dy = columns_of::<B>(dy, saved.columns);
+    let db = db.then(|| {
+        let z = between::<B>(z.clone(), saved.between);
+        B::grouped_outer(dy.clone(), z, &rows)
+    });
+    let dz = saved.b.map(|b| {
+        let grad = B::grouped_matmul(dy, b, &rows, true);
+        between_backward::<B>(z, grad, saved.between)
+    });
+    [dz, db]
+}
+
+/// `Strategy::Grouped` never falls back in silence.
+pub(crate) fn require_kernels<B: GroupedBackend>(w: &Tensor<B, 3>, rank: usize, compute: Compute) {
+    if compute.strategy == Strategy::Grouped
+        && let Err(reason) = B::grouped_kernels(&w.device(), w.dtype(), rank)
+    {
+        panic!("strategy grouped: {reason} (use auto or per-expert)");
+    }
 }
 
 /// `base` with `part` added to its columns.
@@ -166,4 +209,25 @@ pub(crate) fn columns_of<B: Backend>(x: FloatTensor<B>, columns: Range<usize>) -
         return x;
     }
     B::float_slice(x, &[Slice::full(), columns.into()])
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::backend::Flex;
+
+    #[test]
+    #[should_panic(expected = "strategy grouped: the backend has no grouped kernels")]
+    fn grouped_is_refused_where_there_are_no_kernels() {
+        let device = Default::default();
+        let compute = Compute {
+            strategy: Strategy::Grouped,
+            tf32: false,
+        };
+        let (x, a) = (
+            Tensor::<Flex, 2>::ones([2, 4], &device),
+            Tensor::ones([1, 3, 4], &device),
+        );
+        shrink(x, a, &RowGroups::whole(2), Layout::ByToken, compute);
+    }
 }

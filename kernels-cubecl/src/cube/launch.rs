@@ -212,7 +212,8 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
         let out_width = width(&client, elem_size, |width| {
             precision.step.is_some()
                 && by_row
-                && finish == finish_without_gate(finish)
+                // A slope reads one value of `z` at a time.
+                && !matches!(finish, Finish::Slope(_))
                 && target.allows(width)
                 && n.is_multiple_of(width)
         });
@@ -513,14 +514,6 @@ fn add_parts<R: CubeRuntime>(
         )
     }
     out
-}
-
-/// A slope reads one value of `z` at a time.
-fn finish_without_gate(finish: Finish) -> Finish {
-    match finish {
-        Finish::Slope(_) => Finish::Write,
-        finish => finish,
-    }
 }
 
 /// How many cubes share the sum of one output, where the outputs alone would leave half of the

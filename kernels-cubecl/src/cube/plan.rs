@@ -283,8 +283,7 @@ pub(crate) fn direct<R: CubeRuntime>(
     if x_by_row && !x.allows(width) || !x_by_row && !shared {
         return None;
     }
-    // What is loaded before it is multiplied stays below half of a unit's registers, so that two cubes
-    // share a processor.
+    // Fewer chunks at once where each has more columns: their registers are what limits a processor.
     let (planes, ahead) = if wide {
         ([2, 4, 1], 1)
     } else {

@@ -63,7 +63,7 @@ impl MockGroup {
     ///
     /// On a GPU a call returns before its work is done, and a buffer that is dropped is used again. So
     /// a tensor is posted when it is complete, and the posts are held until what is made of them is:
-    /// without it one sum in about a thousand was wrong on a GPU. Nothing waits on the CPU.
+    /// without it one of some 1100 comparisons failed on a GPU. Nothing waits on the CPU.
     fn meet<B: Backend>(
         &self,
         x: &FloatTensor<B>,
