@@ -30,6 +30,12 @@ impl Activation {
         }
     }
 
+    /// Whether the function changes nothing.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn is_identity(&self) -> bool {
+        matches!(self, Self::Identity)
+    }
+
     /// The function's derivative at each element.
     fn slope<B: Backend, const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self {

@@ -4,21 +4,26 @@
 //! Two kernels serve the six products of an adapter: [`project`] for the shrink, the expansion and
 //! their input gradients, [`outer`] for the gradients of the factors. Both walk over their sum in
 //! blocks through shared memory ([`stage`]) and multiply with tensor cores or plain units
-//! ([`product`]). The per-expert path's f32 products keep all of f32's bits ([`exact`]).
+//! ([`product`]). In half precision, where device and extents allow it, blocks are copied while others
+//! are multiplied ([`swizzled`]): [`narrow`] and [`wide`] stand for the first kernel, by which side is
+//! as narrow as the rank, and [`deep`] for the second. The per-expert path's f32 products keep all of
+//! f32's bits ([`exact`]).
 
 mod activation;
-mod direct;
-mod direct_outer;
+mod deep;
 mod dropout;
 mod exact;
 mod launch;
+mod narrow;
 mod outer;
 mod plan;
 mod product;
 mod project;
 mod stage;
+mod swizzled;
 mod table;
 mod view;
+mod wide;
 
 use std::ops::Range;
 

@@ -10,13 +10,17 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::ops::permute;
 use burn_cubecl::tensor::CubeTensor;
 
-use super::direct::direct_kernel;
-use super::direct_outer::direct_outer_kernel;
+use super::deep::deep_kernel;
+use super::narrow::narrow_kernel;
 use super::outer::{self, add_parts_kernel, outer_kernel};
-use super::plan::{self, DirectShape, MAX_RANK, Precision, ROWS, Side, tile, width};
+use super::plan::{
+    self, Copied, MAX_RANK, Precision, ROWS, Side, WIDE_ROWS, processors, tile, width,
+};
 use super::product::{TensorCores, UNITS, Units};
 use super::project::{self, Finish, project_kernel};
+use super::swizzled::PART;
 use super::view::{Stack, View};
+use super::wide::wide_kernel;
 use crate::{Between, Layout, RowGroups};
 
 /// Columns of the output that a cube takes where they are many.
@@ -25,6 +29,10 @@ const COLUMNS: usize = 256;
 const UNIT_COLUMNS: usize = 64;
 /// Columns of the wide side of an outer product that a cube takes.
 const OUTER_COLUMNS: usize = 32;
+/// Rows of a part of a sum, at least.
+const PART_ROWS: usize = 512;
+/// Rows of a sum that takes less time than a second launch.
+const SHORT_SUM: usize = 2048;
 
 /// Columns of `x` times the weight of each row's expert.
 pub(crate) struct Project<'a, R: CubeRuntime> {
@@ -149,62 +157,94 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
         let grouped = self.rows.experts() != 1 || self.rows.rows() != rows;
         let f = self.behind.or(self.before.as_ref().map(|(f, _)| *f));
         let scale = f.map_or(1.0, |f| f.scale) as f32;
-        let (table, tiles) = if grouped {
-            let table = self.rows.table::<R>(&client, &device);
-            // SAFETY: the length is that of the table.
-            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
-            (arg, table.tiles)
-        } else {
-            (w.arg(), rows.div_ceil(ROWS))
+        // The tiles of so many rows: without groups they need no table.
+        let table = grouped.then(|| self.rows.table::<R>(&client, &device));
+        let tiles = |size: usize| match &table {
+            Some(table) => table.tiles::<R>(size),
+            None => (w.arg(), rows.div_ceil(size)),
         };
         let gate = gate.map_or(w.arg(), |z| z.arg());
         let address = address_type([x.len(), w.len(), target.len()]);
         let between = self.behind.map(|f| f.activation);
-        let shape = DirectShape {
+        let shape = plan::Shape {
             n,
             k,
+            rows,
             between,
             finish,
             transposed: self.transposed,
             grouped,
         };
-        if let Some(direct) = plan::direct(&client, precision, &shape, &x, &w, &target) {
-            let tile = direct.plan.tile;
-            let cubes = tiles.div_ceil(tile.planes[0]) * n.div_ceil(tile.n);
-            let count = CubeCount::Static(cubes as u32, 1, 1);
-            // SAFETY: as for the kernel below; widths divide the extents and places, which was checked.
-            unsafe {
-                direct_kernel::launch_unchecked::<R>(
-                    &client,
-                    count,
-                    CubeDim::new_1d(UNITS as u32),
-                    address,
-                    direct.x_width(),
-                    direct.w_width(),
-                    direct.plan.out_width,
-                    direct.plan.tile.sums_width,
-                    x.arg(),
-                    w.arg(),
-                    gate,
-                    target.arg(),
-                    table,
-                    tiles,
-                    x.at,
-                    x.stride,
-                    w.expert,
-                    w.stride,
-                    rows,
-                    k,
-                    n,
-                    target.at,
-                    target.stride,
-                    scale,
-                    direct,
-                    precision.element,
-                )
+        match plan::copied(&client, precision, &shape, &x, &w, &target) {
+            Some(Copied::Narrow(narrow)) => {
+                let (table, tiles) = tiles(ROWS);
+                // SAFETY: as for the kernel below; parts divide the extents and places, which was checked.
+                unsafe {
+                    narrow_kernel::launch_unchecked::<R>(
+                        &client,
+                        CubeCount::Static(tiles as u32, 1, 1),
+                        CubeDim::new_1d(UNITS as u32),
+                        address,
+                        PART,
+                        narrow.plan.out_width,
+                        narrow.plan.tile.sums_width,
+                        x.arg(),
+                        w.arg(),
+                        gate,
+                        target.arg(),
+                        table,
+                        x.at,
+                        x.stride,
+                        w.expert,
+                        w.stride,
+                        rows,
+                        k,
+                        n,
+                        target.at,
+                        target.stride,
+                        scale,
+                        narrow,
+                        precision.element,
+                    )
+                }
+                return out;
             }
-            return out;
+            Some(Copied::Wide(wide)) => {
+                let (table, tiles) = tiles(WIDE_ROWS);
+                let cubes = tiles * n.div_ceil(wide.plan.tile.n);
+                // SAFETY: as above.
+                unsafe {
+                    wide_kernel::launch_unchecked::<R>(
+                        &client,
+                        CubeCount::Static(cubes as u32, 1, 1),
+                        CubeDim::new_1d(UNITS as u32),
+                        address,
+                        wide.x_width,
+                        PART,
+                        wide.w_width(),
+                        x.arg(),
+                        w.arg(),
+                        target.arg(),
+                        table,
+                        x.at,
+                        x.stride,
+                        w.expert,
+                        w.stride,
+                        rows,
+                        k,
+                        n,
+                        target.at,
+                        target.stride,
+                        scale,
+                        wide,
+                        precision.element,
+                    )
+                }
+                return out;
+            }
+            None => {}
         }
+        let (table, tiles) = tiles(ROWS);
         let w_inner = if self.transposed { n } else { k };
         let w_width = width(&client, elem_size, |width| {
             w.allows(width) && w_inner.is_multiple_of(width)
@@ -359,7 +399,7 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             rank_first: self.rank_first,
             grouped,
         };
-        let direct = plan::direct_outer(&client, precision, [rank, n], &low, &wide, plan);
+        let deep = plan::deep(&client, precision, [experts, rank, n], &low, &wide, plan);
         let low_inner_k = low.layout == Layout::ByFeature;
         let low_width = width(&client, elem_size, |width| {
             !low_inner_k && low.allows(width) && rank.is_multiple_of(width)
@@ -372,8 +412,8 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             None => rank.min(UNIT_COLUMNS),
         };
         let side = |inner_k, width| Side { inner_k, width };
-        let tile = match &direct {
-            Some(direct) => direct.plan.tile,
+        let tile = match &deep {
+            Some(deep) => deep.plan.tile,
             None => tile(
                 [lines, OUTER_COLUMNS, rows],
                 side(low_inner_k, low_width),
@@ -384,8 +424,7 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
         };
         let plan = plan(tile);
         let cubes = [n.div_ceil(tile.n), experts * rank.div_ceil(tile.m)];
-        let step = direct.map_or(tile.k, |direct| direct.round());
-        let parts = parts(&client, cubes[0] * cubes[1], rows.div_ceil(experts * step));
+        let parts = parts(&client, cubes[0] * cubes[1], rows.div_ceil(experts));
         let target = if parts == 1 {
             out.clone()
         } else {
@@ -398,9 +437,7 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
         };
         let (table, offsets_at) = if grouped {
             let table = self.rows.table::<R>(&client, &device);
-            // SAFETY: the length is that of the table.
-            let arg = unsafe { ArrayArg::from_raw_parts(table.handle, table.words) };
-            (arg, table.offsets_at)
+            (table.arg(), table.offsets_at)
         } else {
             (low.arg(), 0)
         };
@@ -412,16 +449,16 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
             ArrayArg::from_raw_parts(tensor.handle.clone(), tensor.meta.num_elements())
         };
         let scale = self.behind.map_or(1.0, |f| f.scale) as f32;
-        if let Some(direct) = direct {
-            // SAFETY: as for the kernel below; widths divide the extents and places, which was checked.
+        if let Some(deep) = deep {
+            // SAFETY: as for the kernel below; parts divide the extents and places, which was checked.
             unsafe {
-                direct_outer_kernel::launch_unchecked::<R>(
+                deep_kernel::launch_unchecked::<R>(
                     &client,
                     count,
                     CubeDim::new_1d(UNITS as u32),
                     address,
-                    direct.low_width(),
-                    direct.n_tiles,
+                    deep.low_width,
+                    PART,
                     1,
                     low.arg(),
                     wide.arg(),
@@ -437,7 +474,7 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
                     n,
                     experts,
                     scale,
-                    direct,
+                    deep,
                     [precision.element, target_type],
                 )
             }
@@ -516,15 +553,14 @@ fn add_parts<R: CubeRuntime>(
     out
 }
 
-/// How many cubes share the sum of one output, where the outputs alone would leave half of the
-/// device idle. Each takes at least two blocks.
-fn parts<R: CubeRuntime>(client: &ComputeClient<R>, cubes: usize, blocks: usize) -> usize {
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let processors = processors.unwrap_or(1) as usize;
-    if 2 * cubes > processors {
+/// How many cubes share the sum of one output over `rows` rows, each at least [`PART_ROWS`]. A sum that
+/// is shared takes a second launch: where half of the device has work without, only a long one is.
+fn parts<R: CubeRuntime>(client: &ComputeClient<R>, cubes: usize, rows: usize) -> usize {
+    let processors = processors(client);
+    if 2 * cubes > processors && rows <= SHORT_SUM {
         return 1;
     }
-    (processors / cubes).min(blocks / 2).max(1)
+    (2 * processors / cubes).min(rows / PART_ROWS).max(1)
 }
 
 fn address_type(lens: [usize; 3]) -> AddressType {

@@ -4,19 +4,27 @@ use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::cubecl::client::ComputeClient;
 use burn_cubecl::cubecl::features::MmaConfig;
-use burn_cubecl::cubecl::ir::{ElemType, FloatKind, StorageType};
+use burn_cubecl::cubecl::ir::{BarrierLevel, ElemType, FloatKind, OpaqueType, StorageType};
 use burn_cubecl::tensor::CubeTensor;
 
-use super::direct::{self, Direct};
-use super::direct_outer::DirectOuter;
+use super::deep::Deep;
+use super::narrow::Narrow;
 use super::outer;
 use super::product::{Block, PLANES, SQUARE, Tile, UNITS};
 use super::project::{Finish, Plan};
+use super::swizzled::PART;
 use super::view::{Stack, View};
+use super::wide::Wide;
 use crate::{Activation, Compute, Layout, Strategy};
 
 /// Rows of one expert that a cube takes at once.
 pub(crate) const ROWS: usize = 32;
+/// The same where the output is wide: a weight is read once for as many rows.
+pub(crate) const WIDE_ROWS: usize = 128;
+/// Planes along the rows of a narrow output.
+const ROW_PLANES: usize = ROWS / SQUARE;
+/// Columns of a narrow output that one plane has the registers for.
+const COLUMNS_AT_ONCE: usize = 64;
 /// The largest rank of the kernels. A weight with both extents above it is no adapter's.
 pub(crate) const MAX_RANK: usize = 256;
 /// Elements along the sum that tensor cores take into shared memory at once: as many as keep loads
@@ -238,124 +246,202 @@ fn unit_tile([m, n]: [usize; 2], left: Side, right: Side) -> Tile {
     }
 }
 
-/// A product that may go straight through registers.
-pub(crate) struct DirectShape {
+/// A product as it is asked for.
+pub(crate) struct Shape {
     pub n: usize,
     pub k: usize,
+    /// Rows of the output.
+    pub rows: usize,
     pub between: Option<Activation>,
     pub finish: Finish,
     pub transposed: bool,
     pub grouped: bool,
 }
 
-/// The kernel without shared memory, where element type, device and extents allow it.
-pub(crate) fn direct<R: CubeRuntime>(
+/// A kernel whose blocks are on their way while others are multiplied.
+pub(crate) enum Copied {
+    Narrow(Narrow),
+    Wide(Wide),
+}
+
+/// The kernel that copies, where element type, device and extents allow it.
+pub(crate) fn copied<R: CubeRuntime>(
     client: &ComputeClient<R>,
     precision: Precision,
-    shape: &DirectShape,
+    shape: &Shape,
     x: &View,
     w: &Stack,
     out: &View,
-) -> Option<Direct> {
-    let &DirectShape { n, k, .. } = shape;
-    if precision.step != Some(SQUARE) || !registers(client, precision.block) {
+) -> Option<Copied> {
+    let &Shape { n, k, .. } = shape;
+    let inner = if shape.transposed { n } else { k };
+    if !copies(client, precision) || !w.allows(PART) || !inner.is_multiple_of(PART) {
         return None;
     }
-    let wide = n > k && n > 64;
-    let shared = wide || shape.between.is_some();
-    // The narrow side is the one that all planes share.
-    if shared && k > MAX_RANK {
-        return None;
-    }
-    let width = [8, 4]
-        .into_iter()
-        .find(|width| k.is_multiple_of(*width) && (shape.transposed || w.allows(*width)))?;
-    let width = if shared && k <= 16 { 4 } else { width };
-    let n_tiles = if wide {
-        4
+    if shape.between.is_some() || n > k && n > COLUMNS_AT_ONCE {
+        wide(shape, x, out).map(Copied::Wide)
     } else {
-        n.div_ceil(8).next_power_of_two().min(8)
-    };
-    if shape.transposed && !(n.is_multiple_of(n_tiles) && w.allows(n_tiles)) {
+        narrow(client, shape, x, out).map(Copied::Narrow)
+    }
+}
+
+fn narrow<R: CubeRuntime>(
+    client: &ComputeClient<R>,
+    shape: &Shape,
+    x: &View,
+    out: &View,
+) -> Option<Narrow> {
+    let &Shape { n, k, .. } = shape;
+    let by_parts = x.layout == Layout::ByToken && x.allows(PART) && k.is_multiple_of(PART);
+    if !by_parts || n > MAX_RANK {
         return None;
     }
-    let x_by_row = x.layout == Layout::ByToken;
-    if x_by_row && !x.allows(width) || !x_by_row && !shared {
-        return None;
-    }
-    // Fewer chunks at once where each has more columns: their registers are what limits a processor.
-    let (planes, ahead) = if wide {
-        ([2, 4, 1], 1)
-    } else {
-        let planes_n = n.div_ceil(8 * n_tiles).next_power_of_two();
-        ([1, planes_n, PLANES / planes_n], (8 / n_tiles).min(4))
-    };
     let out_by_row = out.layout == Layout::ByToken;
-    let fits = |width: usize| out.allows(width) && n.is_multiple_of(width);
     let out_width = match shape.finish {
         Finish::Slope(_) => 1,
         _ if !out_by_row => 1,
         _ => [8, 4, 2]
             .into_iter()
-            .find(|width| *width <= 2 * n_tiles && fits(*width))
+            .find(|width| out.allows(*width) && n.is_multiple_of(*width))
             .unwrap_or(1),
     };
-    // The sums of a single plane are written from registers, row by row.
-    if wide && (!out_by_row || matches!(shape.finish, Finish::Slope(_))) {
-        return None;
-    }
-    let chunk = 4 * width;
-    let tile = direct::tile(planes, planes[1] * 8 * n_tiles, out_width.min(4), chunk);
-    Some(Direct {
+    let columns = n.next_power_of_two().max(SQUARE);
+    let planes_n = columns.div_ceil(COLUMNS_AT_ONCE);
+    let planes_k = PLANES / ROW_PLANES / planes_n;
+    let depth = if planes_n == 1 { 128 } else { 64 };
+    let tile = Tile {
+        sums_width: out_width.min(2),
+        ..copied_tile([ROWS, columns, depth], [ROW_PLANES, planes_n, planes_k])
+    };
+    let chunks = k.div_ceil(depth);
+    // A processor with a single cube has room for all of the sum, and nothing else to do meanwhile.
+    let alone = shape.rows.div_ceil(ROWS) <= processors(client);
+    let wanted = if alone { chunks } else { chunks.min(4) };
+    let ring = ring(client, &tile, wanted)?;
+    Some(Narrow {
         plan: Plan {
             tile,
-            blocks: 1,
-            between: shape.between,
+            blocks: ring,
+            between: None,
             finish: shape.finish,
             out_by_row,
             out_width,
             grouped: shape.grouped,
         },
-        n_tiles,
-        width,
-        ahead,
-        shared: shared.then(|| k.next_multiple_of(chunk * planes[2] * ahead)),
+        ring,
+        whole: ring >= chunks,
         transposed: shape.transposed,
-        x_by_row,
     })
 }
 
-/// The same for the gradient of a factor.
-pub(crate) fn direct_outer<R: CubeRuntime>(
+fn wide(shape: &Shape, x: &View, out: &View) -> Option<Wide> {
+    let &Shape { n, k, .. } = shape;
+    let by_parts = out.layout == Layout::ByToken && out.allows(PART) && n.is_multiple_of(PART);
+    if !by_parts || k > MAX_RANK || matches!(shape.finish, Finish::Slope(_)) {
+        return None;
+    }
+    // What is added to waits in registers: half as many columns.
+    let columns = if shape.finish == Finish::Add { 64 } else { 128 };
+    let depth = k.next_power_of_two().max(SQUARE);
+    let x_by_row = x.layout == Layout::ByToken;
+    let x_by_parts = x_by_row && x.allows(PART) && k.is_multiple_of(PART);
+    Some(Wide {
+        plan: Plan {
+            tile: copied_tile([WIDE_ROWS, columns, depth], [1, PLANES, 1]),
+            blocks: 1,
+            between: shape.between,
+            finish: shape.finish,
+            out_by_row: true,
+            out_width: PART,
+            grouped: shape.grouped,
+        },
+        x_width: if x_by_parts { PART } else { 1 },
+        x_by_row,
+        transposed: shape.transposed,
+    })
+}
+
+/// The same for the gradient of a factor over `rows` rows of each expert.
+pub(crate) fn deep<R: CubeRuntime>(
     client: &ComputeClient<R>,
     precision: Precision,
-    [rank, n]: [usize; 2],
+    [experts, rank, n]: [usize; 3],
     low: &View,
     wide: &View,
     plan: impl FnOnce(Tile) -> outer::Plan,
-) -> Option<DirectOuter> {
-    const N_TILES: usize = 4;
-    if precision.step != Some(SQUARE) || !registers(client, precision.block) {
+) -> Option<Deep> {
+    if !copies(client, precision) || !wide.allows(PART) || !n.is_multiple_of(PART) {
         return None;
     }
-    let m_tiles = rank.div_ceil(SQUARE).next_power_of_two().min(4);
-    let planes_m = rank.div_ceil(SQUARE * m_tiles).next_power_of_two();
+    let lines = rank.next_power_of_two().clamp(SQUARE, 64);
+    // Fewer columns a cube where half of the processors would have none.
+    let cubes = experts * rank.div_ceil(lines) * n.div_ceil(64);
+    let columns = if 2 * cubes > processors(client) {
+        64
+    } else {
+        32
+    };
+    let planes_n = columns / 32;
+    let tile = copied_tile([lines, columns, 128], [1, planes_n, PLANES / planes_n]);
     let low_by_row = low.layout == Layout::ByToken;
-    let slots = 2 * m_tiles;
-    let fits = wide.allows(N_TILES)
-        && n.is_multiple_of(N_TILES)
-        && (!low_by_row || low.allows(slots) && rank.is_multiple_of(slots));
-    fits.then(|| {
-        let mut tile = direct::tile([planes_m, 1, PLANES / planes_m], 8 * N_TILES, 1, SQUARE);
-        tile.m = planes_m * m_tiles * SQUARE;
-        DirectOuter {
-            plan: plan(tile),
-            m_tiles,
-            n_tiles: N_TILES,
-            ahead: if m_tiles <= 2 { 2 } else { 1 },
-            low_by_row,
-        }
+    // Runs along the rows may begin and end within a part.
+    let low_by_parts = low.allows(PART) && (!low_by_row || rank.is_multiple_of(PART));
+    Some(Deep {
+        ring: ring(client, &tile, 3)?,
+        plan: plan(tile),
+        low_width: if low_by_parts { PART } else { 1 },
+        low_by_row,
     })
+}
+
+/// A tile of blocks whose extents say all.
+fn copied_tile([m, n, k]: [usize; 3], planes: [usize; 3]) -> Tile {
+    let none = Block {
+        outer: 0,
+        inner: 0,
+        pitch: 0,
+        width: 1,
+        shared_width: 1,
+    };
+    Tile {
+        m,
+        n,
+        k,
+        left: none,
+        left_inner_k: true,
+        right: none,
+        right_inner_k: true,
+        planes,
+        step: SQUARE,
+        sums_pitch: n + 4,
+        sums_width: 1,
+    }
+}
+
+/// Blocks of a ring: as many as are wanted and shared memory holds, at least two.
+fn ring<R: CubeRuntime>(client: &ComputeClient<R>, tile: &Tile, wanted: usize) -> Option<usize> {
+    let bytes = 2 * (tile.m + tile.n) * tile.k;
+    let others = 4 * tile.sums_len() + 1024;
+    let memory = client.properties().hardware.max_shared_memory_size;
+    let most = memory.saturating_sub(others) / bytes;
+    (most >= 2).then(|| wanted.clamp(2, most))
+}
+
+/// Whether the device copies into shared memory while it computes, and multiplies `[16, 16]` by
+/// `[16, 8]` from there.
+fn copies<R: CubeRuntime>(client: &ComputeClient<R>, precision: Precision) -> bool {
+    let features = client.features();
+    let barrier = StorageType::Opaque(OpaqueType::Barrier(BarrierLevel::Cube));
+    precision.step == Some(SQUARE)
+        && registers(client, precision.block)
+        && features.matmul.ldmatrix.contains(&precision.block)
+        && features.copy_async
+        && client.properties().supports_type(barrier)
+}
+
+pub(crate) fn processors<R: CubeRuntime>(client: &ComputeClient<R>) -> usize {
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    processors.unwrap_or(1) as usize
 }
 
 /// Whether the device multiplies `[16, 16]` by `[16, 8]` from registers.

@@ -76,7 +76,7 @@ pub(crate) fn project_kernel<
     #[define(E, S)] _dtypes: [StorageType; 2],
 ) {
     let tile = comptime!(plan.tile);
-    let (expert, first, end) = row_tile(tiles, all_rows, plan);
+    let (expert, first, end) = row_tile(tiles, CUBE_POS_X as usize, all_rows, plan);
     let rows = end - first;
     let mut weight = 0usize.runtime();
     let mut depth = 0usize.runtime();
@@ -181,18 +181,23 @@ pub(crate) fn project_kernel<
     }
 }
 
-/// Expert, first row and end row of this cube.
+/// Expert, first row and end row of a tile.
 #[cube]
-fn row_tile(tiles: &Array<u32>, all_rows: usize, #[comptime] plan: Plan) -> (u32, usize, usize) {
+pub(crate) fn row_tile(
+    tiles: &Array<u32>,
+    index: usize,
+    all_rows: usize,
+    #[comptime] plan: Plan,
+) -> (u32, usize, usize) {
     if comptime!(plan.grouped) {
-        let entry = CUBE_POS_X as usize * TILE_WORDS;
+        let entry = index * TILE_WORDS;
         (
             tiles[entry],
             tiles[entry + 1] as usize,
             tiles[entry + 2] as usize,
         )
     } else {
-        let first = CUBE_POS_X as usize * plan.tile.m;
+        let first = index * plan.tile.m;
         (0u32, first, min(first + plan.tile.m, all_rows))
     }
 }
