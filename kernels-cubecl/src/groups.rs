@@ -145,6 +145,17 @@ impl RowGroups {
         }
     }
 
+    /// The same rows as one group; padding stays padding.
+    pub fn joined(&self) -> Self {
+        if self.experts() == 1 {
+            return self.clone();
+        }
+        Self {
+            tokens: self.tokens.clone(),
+            ..Self::from_offsets(vec![0, self.rows()], self.all_rows)
+        }
+    }
+
     /// The tokens of the rows, where they are known.
     pub fn tokens(&self) -> Option<&TokenIds> {
         self.tokens.as_ref()
@@ -206,6 +217,14 @@ mod tests {
             "expert row counts [3, 2] sum to 5, the activation has 8 rows (rows at the end that belong to no expert are given with `RowGroups::padded`)"
         );
         assert!(RowGroups::new(&[usize::MAX, 2], 1).is_err());
+    }
+
+    #[test]
+    fn joined_groups_keep_tokens_and_padding() {
+        let groups = RowGroups::padded(&[1, 0, 2], 5).unwrap();
+        let joined = groups.with_tokens(TokenIds::new(3, [7, 9, 8])).joined();
+        assert_eq!((joined.offsets(), joined.all_rows()), (&[0, 3][..], 5));
+        assert_eq!(joined.tokens().unwrap().ids(), [7, 9, 8]);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use burn::tensor::DType;
 use moe_lora_adapters::{Activation, Dropout, LoraConfig, Sharing};
 use moe_lora_experts::{GateUpTargets, SharedConfig, WeighAt};
-use moe_lora_testkit::{Axis, Ranks, TrainingBackend, assert_all_close, noise, oracle};
+use moe_lora_testkit::{Axis, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle};
 
 use crate::dense::{COLUMN_AXES, Sum, row_axes, tp};
 use crate::grouped::Kind;
@@ -15,7 +15,6 @@ use crate::shared_experts::{MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared
 use crate::{dense, grouped, moe};
 
 const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
-const SHARING: [Sharing; 2] = [Sharing::PerExpert, Sharing::Shared];
 
 fn config(dtype: DType) -> LoraConfig {
     LoraConfig::new(dense::RANK, dense::ALPHA).with_dtype(dtype)
@@ -70,7 +69,7 @@ pub fn shared_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dt
     }
 }
 
-/// Linears of experts: the given kinds with an adapter an expert, one for all, and with DoRA; experts
+/// Linears of experts: the given kinds with each way to share adapters, and with DoRA; experts
 /// without rows among them.
 ///
 /// # Panics
@@ -83,7 +82,9 @@ pub fn expert_linears<B: TrainingBackend>(
     dtype: DType,
 ) {
     for kind in kinds {
-        let mut configs = vec![config(dtype), config(dtype).with_sharing(Sharing::Shared)];
+        let mut configs = SHARING
+            .map(|sharing| config(dtype).with_sharing(sharing))
+            .to_vec();
         if matches!(dtype, DType::F32 | DType::F64) {
             // In half precision the sum over few rows that a magnitude's gradient is cancels to less
             // than the rounding of the base's own terms: whole layers are compared there.

@@ -1,16 +1,15 @@
 //! Expert linears over the expert tensor parallel group: rows sorted by expert, one weight an
-//! expert, one adapter an expert or one for all.
+//! expert, an adapter an expert, one for all, or one with a factor for all.
 
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, RowLinear, Sharing,
-    TrainedWeight,
+    Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, RowLinear, TrainedWeight,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{ExpertTp, Mesh, Topology, TopologyConfig};
 use moe_lora_testkit::{
-    Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, is_shared,
-    noise, oracle, scale, shard, unshard,
+    Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, noise,
+    oracle, scale, shard, shared_factors, shared_pair, unshard,
 };
 
 use crate::dropout;
@@ -97,14 +96,11 @@ impl Case {
         let lora = |expert: usize, k: usize, d_out| {
             let lengths = (100 * expert + 10 * k) as u64 + 5;
             let magnitude = config.dora.then(|| Noise::new(lengths).lengths(d_out));
-            let expert = match config.sharing {
-                Sharing::PerExpert => expert,
-                Sharing::Shared => 0,
-            };
-            let seed = (100 * expert + 10 * k) as u64;
+            let [a, b] = shared_pair(&config, kind == Kind::Row);
+            let seed = |shared: bool| (100 * if shared { 0 } else { expert } + 10 * k) as u64;
             oracle::Lora {
-                a: noise(seed + 3, config.rank, D_IN),
-                b: noise(seed + 4, d_out, config.rank),
+                a: noise(seed(a) + 3, config.rank, D_IN),
+                b: noise(seed(b) + 4, d_out, config.rank),
                 scale: scale(&config),
                 silu: config.activation == Activation::Silu,
                 first_row: k * d_out,
@@ -144,22 +140,27 @@ impl Case {
         }
     }
 
-    /// The axes of each factor.
-    fn axes(&self) -> Vec<Axis> {
-        let adapters: &[[Axis; 2]] = match self.kind {
+    /// The axes of `A` and `B` of each adapter.
+    fn pairs(&self) -> &'static [[Axis; 2]] {
+        match self.kind {
             Kind::Fused => &[[Axis::Rows(1), Axis::Rows(2)]],
             Kind::Separate => &[[Axis::Rows(1); 2]; 2],
             Kind::Column => &[[Axis::Rows(1); 2]],
             Kind::Row => &[[Axis::Columns, Axis::Rows(1)]],
-        };
-        factor_axes(adapters, &self.config)
+        }
     }
 
-    /// The full factor `k` of every expert, or of all of them, end to end.
-    fn factor(&self, lora: usize, of: fn(&oracle::Lora) -> &Matrix) -> Vec<f32> {
-        let experts = match self.config.sharing {
-            Sharing::PerExpert => &self.experts[..],
-            Sharing::Shared => &self.experts[..1],
+    /// The axes of each factor.
+    fn axes(&self) -> Vec<Axis> {
+        factor_axes(self.pairs(), &self.config)
+    }
+
+    /// The full factor of every expert, or the one of all of them, end to end.
+    fn factor(&self, lora: usize, shared: bool, of: fn(&oracle::Lora) -> &Matrix) -> Vec<f32> {
+        let experts = if shared {
+            &self.experts[..1]
+        } else {
+            &self.experts[..]
         };
         let values = experts
             .iter()
@@ -174,7 +175,8 @@ impl Case {
         k: usize,
         device: &B::Device,
     ) {
-        let (a, b) = (self.factor(k, |l| &l.a), self.factor(k, |l| &l.b));
+        let [a, b] = shared_pair(&self.config, self.kind == Kind::Row);
+        let (a, b) = (self.factor(k, a, |l| &l.a), self.factor(k, b, |l| &l.b));
         lora.load(&a, &b, device).unwrap();
         if self.config.dora {
             let lengths = self.experts.iter().flat_map(|expert| {
@@ -235,7 +237,9 @@ impl Case {
     /// Forward and backward on one rank.
     pub fn rank<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Outcome {
         let group = mesh.expert_tp();
-        let rows = dropout::rows(groups(&self.counts), &self.config, 0..self.x.rows);
+        let rows = RowGroups::padded(&self.counts, self.x.rows).unwrap();
+        let ids = 0..rows.rows();
+        let rows = dropout::rows(rows, &self.config, ids);
         let dtype = self.config.dtype;
         let (rank, size) = (group.rank(), group.size());
         if self.kind == Kind::Row {
@@ -301,6 +305,7 @@ impl Case {
             dx: Matrix::zeros(self.x.rows, D_IN),
             factors: vec![Vec::new(); self.axes().len()],
         };
+        let shared = shared_factors(self.pairs(), &self.config);
         for (e, expert) in self.experts.iter().enumerate() {
             let x = self.x.pick_rows(rows.range(e));
             let g = self.g.pick_rows(rows.range(e));
@@ -315,7 +320,7 @@ impl Case {
             result.y.add_to_rows(start, &y);
             result.dx.add_to_rows(start, &grads.dx);
             for (k, grad) in grads.factors.into_iter().flatten().enumerate() {
-                match (is_shared(&self.config, k), result.factors[k].first_mut()) {
+                match (shared[k], result.factors[k].first_mut()) {
                     (true, Some(sum)) => sum.add_to_rows(0, &grad),
                     _ => result.factors[k].push(grad),
                 }

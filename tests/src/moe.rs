@@ -9,8 +9,8 @@ use moe_lora_experts::{
 };
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close, gradient,
-    is_shared, noise, oracle, synced_gradient, unshard, unshard_experts,
+    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close, gradient, noise,
+    oracle, synced_gradient, unshard, unshard_experts,
 };
 
 use crate::dropout;
@@ -289,13 +289,13 @@ impl Case {
             let parts: Vec<Matrix> = found.iter().map(|f| of(f).clone()).collect();
             unshard(&parts, Axis::Tokens)
         };
-        let axes = self.experts().axes();
+        let (axes, of_all) = (self.experts().axes(), self.experts().shared());
         let of_rank = |k: usize| -> Vec<Vec<Matrix>> {
             found.iter().map(|found| found.synced[k].clone()).collect()
         };
         let experts = axes.iter().enumerate().map(|(k, axis)| {
             let mut full = unshard_experts(&of_rank(k), topology, *axis);
-            if is_shared(&self.config, k) {
+            if of_all[k] {
                 // Every expert parallel rank holds the one factor and its whole gradient.
                 assert_eq!(full.len(), topology.ep());
                 assert!(full.iter().all(|grad| *grad == full[0]));
@@ -337,9 +337,10 @@ impl Case {
             .into_iter()
             .map(|factors| factors.into_iter().flatten().collect())
             .collect();
+        let of_all = self.experts().shared();
         let experts = (0..by_expert[0].len()).map(|k| {
             let grads: Vec<Matrix> = by_expert.iter().map(|f| f[k].clone()).collect();
-            match is_shared(&self.config, k) {
+            match of_all[k] {
                 false => grads,
                 true => vec![grads.into_iter().reduce(|a, b| a.plus(&b)).unwrap()],
             }

@@ -14,13 +14,12 @@ use moe_lora_adapters::{
 use moe_lora_experts::GateUpTargets;
 use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, Ranks, TrainingBackend, assert_close, assert_far, factors, mock, ranks,
-    synced_gradient,
+    Ad, Matrix, Mocked, Ranks, SHARING, TrainingBackend, assert_close, assert_far, factors, mock,
+    ranks, synced_gradient,
 };
 use moe_lora_tests::moe::{self, Case, Found, HIDDEN, Outcome, Place, REDUCTION, place};
 
 const TOKENS: usize = 9;
-const SHARING: [Sharing; 2] = [Sharing::PerExpert, Sharing::Shared];
 
 /// Every EP, ETP, number of replicas and TP over up to eight ranks, and nine tokens.
 fn grid() -> Vec<Place> {
@@ -218,6 +217,7 @@ const EXPERTS: usize = 4;
 struct Linears {
     column: ColumnLinear<Ad, ExpertTp>,
     row: RowLinear<Ad, ExpertTp>,
+    outer: RowLinear<Ad, ExpertTp>,
     whole: ReplicatedLinear<Ad, ExpertTp>,
     dense: RowLinear<Ad, Tp>,
     replicated: ReplicatedLinear<Ad, Tp>,
@@ -230,6 +230,7 @@ impl Linears {
         let local = local.unwrap();
         let config = LoraConfig::new(RANK, 8.0).with_dtype(dtype);
         let (experts, shared) = (config, config.with_sharing(Sharing::Shared));
+        let outer = config.with_sharing(Sharing::SharedOuter);
         macro_rules! linear {
             ($path:literal, $group:expr, $config:expr, $linear:expr) => {{
                 let mut linear = $linear.init($group, |_, _, _| 0.0, &device).unwrap();
@@ -241,6 +242,7 @@ impl Linears {
         Self {
             column: linear!("up", mesh.expert_tp(), experts, of_experts("up")),
             row: linear!("down", mesh.expert_tp(), shared, of_experts("down")),
+            outer: linear!("outer", mesh.expert_tp(), outer, of_experts("outer")),
             whole: linear!("gate", mesh.expert_tp(), experts, of_experts("gate")),
             dense: linear!("o", mesh.tp(), config, LinearConfig::new("o", D, D)),
             replicated: linear!("q", mesh.tp(), config, LinearConfig::new("q", D, D)),
@@ -251,6 +253,7 @@ impl Linears {
         [
             self.column.trained_weights(),
             self.row.trained_weights(),
+            self.outer.trained_weights(),
             self.whole.trained_weights(),
             self.dense.trained_weights(),
             self.replicated.trained_weights(),
@@ -260,7 +263,7 @@ impl Linears {
 }
 
 /// Elements of all full factors.
-const ELEMENTS: usize = 2 * RANK * D * (2 * EXPERTS + 3);
+const ELEMENTS: usize = RANK * D * (5 * EXPERTS + 7);
 
 /// Gives every local element of a factor a gradient of this value.
 fn fill(grads: &mut GradientsParams, weight: &TrainedWeight<'_, Ad>, value: f64) {

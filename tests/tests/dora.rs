@@ -9,15 +9,16 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing, TrainedWeight,
+    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
     sync_gradients,
 };
 use moe_lora_experts::{GateUpTargets, WeighAt};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{CollectiveOp, ExpertTp, Group, GroupName, Tp};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, Mocked, Noise, assert_close, assert_far, central_differences,
-    factors, mock, noise, oracle, panic_message, ranks, scale, shard, unshard, unshard_experts,
+    Ad, Axis, Matrix, MlpCase, Mocked, Noise, SHARING, assert_close, assert_far,
+    central_differences, factors, mock, noise, oracle, panic_message, ranks, scale, shard, unshard,
+    unshard_experts,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, D_IN, D_OUT, Sum, TOKENS, row_axes, tp};
 use moe_lora_tests::grouped::{self, COUNTS, KINDS, Kind, etp, groups};
@@ -27,7 +28,6 @@ use moe_lora_tests::shared_experts::{
 };
 
 const SIZES: [usize; 3] = [1, 2, 4];
-const SHARING: [Sharing; 2] = [Sharing::PerExpert, Sharing::Shared];
 const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
 
 fn config(dtype: DType) -> LoraConfig {

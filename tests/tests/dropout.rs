@@ -12,8 +12,8 @@ use moe_lora_experts::{GateUpTargets, WeighAt};
 use moe_lora_kernels::{Compute, DropoutKey, DropoutMask, Layout, RowGroups, shrink_dropped};
 use moe_lora_parallel::{Group, Mesh, TopologyConfig, Tp, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, Ranks, assert_close, assert_far, factors, noise, panic_message,
-    unshard, unshard_experts,
+    Ad, Axis, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, factors, noise,
+    panic_message, unshard, unshard_experts,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
 use moe_lora_tests::dropout::tokens;
@@ -46,7 +46,7 @@ fn grid() -> Vec<Place> {
 fn a_layer_with_dropout_is_exact_at_every_topology() {
     for place in grid() {
         for dropout in DROPOUTS {
-            for sharing in [Sharing::PerExpert, Sharing::Shared] {
+            for sharing in SHARING {
                 for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
                     for (weigh_at, shared) in [
                         (WeighAt::Output, None),
@@ -73,9 +73,15 @@ fn a_layer_with_dropout_is_exact_at_every_topology() {
 fn linears_of_experts_with_dropout_are_exact() {
     for dropout in DROPOUTS {
         for kind in KINDS {
-            for activation in [Activation::Identity, Activation::Silu] {
+            for (activation, sharing) in [
+                (Activation::Identity, Sharing::PerExpert),
+                (Activation::Silu, Sharing::PerExpert),
+                (Activation::Identity, Sharing::SharedOuter),
+                (Activation::Silu, Sharing::SharedOuter),
+            ] {
                 let config = LoraConfig::new(grouped::RANK, grouped::ALPHA)
                     .with_activation(activation)
+                    .with_sharing(sharing)
                     .with_dropout(dropout(P));
                 for counts in COUNTS {
                     let case = grouped::Case::new(kind, config, counts);

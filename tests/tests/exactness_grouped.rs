@@ -4,13 +4,15 @@
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{Activation, LinearConfig, LoraConfig, RowLinear, Sharing};
+use moe_lora_adapters::{
+    Activation, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing,
+};
 use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
-use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName};
+use moe_lora_parallel::{CollectiveOp, ExpertTp, Group, GroupName};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, assert_close, assert_far, central_differences, mock, noise, oracle,
-    panic_message, ranks, shard, unshard,
+    Ad, Axis, Matrix, Mocked, SHARING, assert_close, assert_far, central_differences, mock, noise,
+    oracle, panic_message, ranks, shard, unshard,
 };
 use moe_lora_tests::grouped::{
     ALPHA, COUNTS, Case, D_IN, D_OUT, KINDS, Kind, RANK, REDUCTION, check, etp, groups,
@@ -19,7 +21,7 @@ use moe_lora_tests::grouped::{
 #[test]
 fn expert_linears_equal_the_folded_weights_for_every_kind_sharing_and_row_count() {
     for kind in KINDS {
-        for sharing in [Sharing::PerExpert, Sharing::Shared] {
+        for sharing in SHARING {
             for dtype in [DType::F32, DType::F64] {
                 let config = LoraConfig::new(RANK, ALPHA)
                     .with_sharing(sharing)
@@ -44,7 +46,7 @@ fn expert_linears_equal_the_folded_weights_for_every_kind_sharing_and_row_count(
 #[test]
 fn a_function_between_the_factors_of_experts_is_exact_too() {
     for kind in KINDS {
-        for sharing in [Sharing::PerExpert, Sharing::Shared] {
+        for sharing in SHARING {
             let config = LoraConfig::new(RANK, ALPHA)
                 .with_sharing(sharing)
                 .with_activation(Activation::Silu)
@@ -107,6 +109,80 @@ fn the_wrong_experts_the_wrong_halves_and_a_lost_cross_term_are_seen() {
     let found = case.found::<Ad>(&Mocked, 2);
     let mean = case.expected().factors[0][0].scaled(1.0 / 3.0);
     assert_far("mean over experts", &mean, &found.factors[0][0]);
+}
+
+#[test]
+fn padding_has_no_output_and_no_part_in_a_shared_factor_s_gradient() {
+    for kind in KINDS {
+        for sharing in SHARING {
+            for size in [1, 2] {
+                let config = LoraConfig::new(RANK, ALPHA).with_sharing(sharing);
+                let case = Case::new(kind, config, &[5, 0, 3]);
+                // A buffer that was not cleared: any product with it would spread.
+                let padding = |columns| Matrix::build(2, columns, |_, _| f64::NAN);
+                let padded = Case {
+                    x: Matrix::stack(&[case.x.clone(), padding(D_IN)]),
+                    g: Matrix::stack(&[case.g.clone(), Matrix::zeros(2, D_OUT)]),
+                    ..case.clone()
+                };
+                let mut found = padded.found::<Ad>(&Mocked, size);
+                let name = format!("{} padded", case.name(size));
+                for full in [&mut found.y, &mut found.dx] {
+                    assert_eq!(full.pick_rows(8..10).magnitude(), 0.0, "{name}");
+                    *full = full.pick_rows(0..8);
+                }
+                check(&name, DType::F32, &found, &case.expected());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_outer_factor_is_one_matrix_whose_gradient_is_the_sum_over_the_experts() {
+    for (kind, outer) in [(Kind::Fused, 0), (Kind::Row, 1)] {
+        let config = LoraConfig::new(RANK, ALPHA)
+            .with_sharing(Sharing::SharedOuter)
+            .with_dtype(DType::F64);
+        let case = Case::new(kind, config, &[5, 0, 3]);
+        let found = case.found::<Ad>(&Mocked, 2);
+        let counts: Vec<usize> = found.factors.iter().map(Vec::len).collect();
+        assert_eq!((counts[outer], counts[1 - outer]), (1, 3), "{kind:?}");
+        // Negative controls: the mean over the experts, and the sum over both ranks once more.
+        let right = &case.expected().factors[outer][0];
+        assert_close(
+            "sum",
+            &found.factors[outer][0],
+            right,
+            DType::F64,
+            REDUCTION,
+        );
+        for (name, factor) in [("mean over experts", 1.0 / 3.0), ("sum over ETP", 2.0)] {
+            assert_far(name, &right.scaled(factor), &found.factors[outer][0]);
+        }
+    }
+}
+
+#[test]
+fn a_replicated_base_of_experts_has_no_outer_factor() {
+    let (group, device) = (Group::<Flex, ExpertTp>::solo(), Default::default());
+    let linear = |experts: bool| -> ReplicatedLinear<Flex, ExpertTp> {
+        let config = LinearConfig::new("fc", D_IN, D_OUT);
+        let config = match experts {
+            true => config.with_experts(0..2),
+            false => config,
+        };
+        config.init(&group, |_, _, _| 0.0, &device).unwrap()
+    };
+    let config = LoraConfig::new(RANK, ALPHA).with_sharing(Sharing::SharedOuter);
+    assert_eq!(
+        linear(true)
+            .adapt("fc", &config, &device)
+            .unwrap_err()
+            .to_string(),
+        "fc: a replicated base has no hidden side whose factor the experts could share (choose Sharing::Shared or Sharing::PerExpert)"
+    );
+    // Without experts there is nothing to share.
+    assert!(linear(false).adapt("fc", &config, &device).is_ok());
 }
 
 #[test]

@@ -52,9 +52,11 @@ fn dense() -> Vec<Place> {
     ]
 }
 
-const KINDS: [(Sharing, GateUpTargets); 4] = [
+const KINDS: [(Sharing, GateUpTargets); 6] = [
     (Sharing::PerExpert, GateUpTargets::Fused),
     (Sharing::PerExpert, GateUpTargets::Separate),
+    (Sharing::SharedOuter, GateUpTargets::Fused),
+    (Sharing::SharedOuter, GateUpTargets::Separate),
     (Sharing::Shared, GateUpTargets::Fused),
     (Sharing::Shared, GateUpTargets::Separate),
 ];

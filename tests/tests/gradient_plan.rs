@@ -9,7 +9,9 @@ use moe_lora_adapters::{
 };
 use moe_lora_experts::GateUpTargets;
 use moe_lora_parallel::{ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp};
-use moe_lora_testkit::{Ad, Matrix, Mocked, assert_far, mock, ranks, synced_gradient};
+use moe_lora_testkit::{
+    Ad, Matrix, Mocked, SHARING, assert_far, mock, ranks, shared_pair, synced_gradient,
+};
 use moe_lora_tests::moe::{self, Case, place};
 
 fn topology(world: usize, tp: usize, ep: usize, etp: usize) -> Topology {
@@ -66,6 +68,22 @@ moe.shared_expert.down_proj     lora_B  d_out      dp=4         1           tp=2
     );
 }
 
+#[test]
+fn the_outer_factors_alone_are_summed_over_ep_and_are_replicas_there() {
+    let outer = printed(topology(8, 1, 2, 2), Sharing::SharedOuter);
+    let rows: Vec<&str> = outer.lines().collect();
+    assert_eq!(
+        rows[..5],
+        [
+            "linear                          factor  cut along  summed over       divided by  squares over      replicas over",
+            "moe.experts.gate_up_proj        lora_A  d_out      ep=2 expert_dp=2  1           expert_tp=2       ep=2 expert_dp=2",
+            "moe.experts.gate_up_proj        lora_B  d_out      expert_dp=2       1           expert_tp=2 ep=2  expert_dp=2",
+            "moe.experts.down_proj           lora_A  d_in       expert_dp=2       1           expert_tp=2 ep=2  expert_dp=2",
+            "moe.experts.down_proj           lora_B  d_out      ep=2 expert_dp=2  1           expert_tp=2       ep=2 expert_dp=2",
+        ]
+    );
+}
+
 /// Adapters that their tensor parallel groups hold whole.
 #[test]
 fn a_factor_that_its_group_holds_whole_is_a_replica_there() {
@@ -99,7 +117,7 @@ fn shards_and_replicas_are_one_decomposition_of_the_world() {
         (8, 1, 4, 1),
     ] {
         let topology = topology(world, tp, ep, etp);
-        for sharing in [Sharing::PerExpert, Sharing::Shared] {
+        for sharing in SHARING {
             let case = case(sharing);
             let moe = case.oracle();
             let plan = ranks(&mock(topology), topology, |mesh| {
@@ -128,8 +146,10 @@ fn shards_and_replicas_are_one_decomposition_of_the_world() {
                     _ => moe::HIDDEN,
                 };
                 let of_experts = row.linear.contains("moe.experts");
-                let experts = match sharing {
-                    Sharing::PerExpert if of_experts => moe::EXPERTS,
+                let config = LoraConfig::new(r, 1.0).with_sharing(sharing);
+                let shared = shared_pair(&config, row.linear.ends_with("down_proj"));
+                let experts = match shared[usize::from(row.factor == "lora_B")] {
+                    false if of_experts => moe::EXPERTS,
                     _ => 1,
                 };
                 assert_eq!(local * size(&row.shards), experts * r * width, "{plan}");
@@ -155,7 +175,7 @@ fn summed(topology: &Topology, mut parts: Vec<Matrix>, groups: &[GroupName]) -> 
 fn a_sum_over_other_groups_than_the_table_s_is_another_gradient() {
     let place = place(2, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]);
     let topology = place.topology;
-    for sharing in [Sharing::PerExpert, Sharing::Shared] {
+    for sharing in SHARING {
         let case = case(sharing);
         let moe = case.oracle();
         let found = case.found::<Ad>(&Mocked, &moe, &place);
@@ -172,14 +192,21 @@ fn a_sum_over_other_groups_than_the_table_s_is_another_gradient() {
                 assert!(moe_lora_testkit::relative_error(right, &synced) < 1e-12);
             }
             use GroupName::{Dp, Ep, ExpertDp, ExpertTp, Tp};
-            let wrong: &[&[GroupName]] = match (row.shards.contains(&Tp), sharing) {
+            let config = LoraConfig::new(1, 1.0).with_sharing(sharing);
+            let shared = shared_pair(&config, row.linear.ends_with("down_proj"));
+            let shared = shared[usize::from(row.factor == "lora_B")];
+            let wrong: &[&[GroupName]] = match (row.shards.contains(&Tp), shared) {
                 // Shared experts: over none, over the tensor parallel ranks too, over the experts'
                 // groups.
                 (true, _) => &[&[], &[Tp, Dp], &[ExpertDp], &[Ep]],
-                (false, Sharing::PerExpert) => {
-                    &[&[], &[Ep, ExpertDp], &[ExpertTp, ExpertDp], &[Dp]]
-                }
-                (false, Sharing::Shared) => &[&[], &[ExpertDp], &[Ep], &[Ep, Dp]],
+                (false, false) => &[&[], &[Ep, ExpertDp], &[ExpertTp, ExpertDp], &[Dp]],
+                (false, true) => &[
+                    &[],
+                    &[ExpertDp],
+                    &[Ep],
+                    &[Ep, Dp],
+                    &[ExpertTp, Ep, ExpertDp],
+                ],
             };
             for groups in wrong {
                 let found = Matrix::stack(&summed(&topology, own().collect(), groups));

@@ -428,6 +428,16 @@ fn factors_of_another_size_are_refused_and_the_adapter_stays() {
     let message = "24 values do not fill shape [1, 3, 4]";
     refused(lora, &a(2), &b(2), message);
     lora.load(&a(1), &b(1), &device).unwrap();
+
+    let mut outer: RowLinear<Flex, ExpertTp> = LinearConfig::new("down", 4, 6)
+        .with_experts(0..2)
+        .init(&group, value, &device)
+        .unwrap();
+    let config = config.with_sharing(Sharing::SharedOuter);
+    let lora = outer.adapt("down", &config, &device).unwrap();
+    refused(lora, &a(2), &b(2), "36 values do not fill shape [1, 6, 3]");
+    refused(lora, &a(1), &b(1), "12 values do not fill shape [2, 3, 4]");
+    lora.load(&a(4), &b(1), &device).unwrap();
 }
 
 #[test]

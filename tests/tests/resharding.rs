@@ -10,8 +10,8 @@ use moe_lora_adapters::{
     save_checkpoint, stored_adapters, sync_gradients,
 };
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Axis, Checkpoint, CheckpointError, Dtype, GroupSizes,
-    LoadReport, Save, Strictness, TensorLayout,
+    AdapterActivation, AdapterEntry, AdapterSharing, Axis, Checkpoint, CheckpointError, Dtype,
+    GroupSizes, LoadReport, Save, Strictness, TensorLayout,
 };
 use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
@@ -45,7 +45,7 @@ struct Case {
     dora: bool,
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 8] = [
     Case {
         targets: GateUpTargets::Fused,
         sharing: Sharing::PerExpert,
@@ -79,6 +79,18 @@ const CASES: [Case; 6] = [
     Case {
         targets: GateUpTargets::Fused,
         sharing: Sharing::Shared,
+        dtype: DType::F32,
+        dora: true,
+    },
+    Case {
+        targets: GateUpTargets::Fused,
+        sharing: Sharing::SharedOuter,
+        dtype: DType::F32,
+        dora: false,
+    },
+    Case {
+        targets: GateUpTargets::Separate,
+        sharing: Sharing::SharedOuter,
         dtype: DType::F32,
         dora: true,
     },
@@ -337,7 +349,11 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
         (LoraConfig::new(2, 4.0), "rank: 2"),
         (same.with_rslora(true), "rslora: true"),
         (same.with_activation(Activation::Silu), "Silu"),
-        (same.with_sharing(Sharing::Shared), "shared: true"),
+        (same.with_sharing(Sharing::Shared), "sharing: Shared"),
+        (
+            same.with_sharing(Sharing::SharedOuter),
+            "sharing: SharedOuter",
+        ),
         (same.with_dora(true), "dora: true"),
     ] {
         let message = load(config, &all).unwrap_err();
@@ -355,6 +371,7 @@ fn stored_settings_build_the_adapters_again() {
         LoraConfig::new(8, 3.0).with_activation(Activation::Gelu),
         LoraConfig::new(4, 1.5).with_activation(Activation::Relu),
         LoraConfig::new(4, 8.0).with_sharing(Sharing::Shared),
+        LoraConfig::new(4, 8.0).with_sharing(Sharing::SharedOuter),
         LoraConfig::new(4, 8.0).with_dora(true),
     ];
     let mesh = Mesh::<Ad>::solo();
@@ -397,7 +414,7 @@ fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_bui
             alpha,
             rslora: false,
             activation: AdapterActivation::Identity,
-            shared: true,
+            sharing: AdapterSharing::Shared,
             dora: false,
         };
         save.commit([("x".to_owned(), entry)].into()).unwrap();

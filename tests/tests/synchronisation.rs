@@ -14,8 +14,8 @@ use moe_lora_parallel::{
     CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp, range_of,
 };
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, MlpValues, assert_close, assert_far, factors, mock, noise, oracle,
-    ranks, synced_gradient, unshard_experts,
+    Ad, Axis, Matrix, MlpCase, MlpValues, SHARING, assert_close, assert_far, factors, mock, noise,
+    oracle, ranks, shared_pair, synced_gradient, unshard_experts,
 };
 
 const RANK: usize = 4;
@@ -71,7 +71,7 @@ fn expert_gradients_take_the_group_of_the_table() {
         (1, 1, 2, GroupName::ExpertDp),
         (1, 2, 1, GroupName::ExpertDp),
     ] {
-        for sharing in [Sharing::PerExpert, Sharing::Shared] {
+        for sharing in SHARING {
             let topology = topology(4, tp, ep, etp);
             let world = mock(topology);
             let sums = ranks(&world, topology, |mesh| {
@@ -83,67 +83,61 @@ fn expert_gradients_take_the_group_of_the_table() {
                     fill(&mut grads, weight, 10f64.powi(mesh.rank() as i32));
                 }
                 let grads = sync_gradients(&weights, grads, &mesh);
-                uniform(&weights[0], &grads)
+                [uniform(&weights[0], &grads), uniform(&weights[1], &grads)]
             });
             let case = format!("ep={ep} etp={etp} tp={tp} {sharing:?}");
-            for (rank, sum) in sums.iter().enumerate() {
-                // The digits of the sum name its terms.
-                let groups: &[GroupName] = match sharing {
-                    Sharing::PerExpert => &[expected],
-                    Sharing::Shared => &[GroupName::Ep, expected],
-                };
-                let mut terms = vec![rank];
-                for group in groups {
-                    let members = |rank: &usize| topology.members(*group, *rank).unwrap();
-                    terms = terms.iter().flat_map(members).collect();
+            let shared = shared_pair(&LoraConfig::new(RANK, 8.0).with_sharing(sharing), true);
+            for (rank, sums) in sums.iter().enumerate() {
+                let mut asked = Vec::new();
+                for (sum, shared) in sums.iter().zip(shared) {
+                    // The digits of the sum name its terms.
+                    let groups: &[GroupName] = match shared {
+                        false => &[expected],
+                        true => &[GroupName::Ep, expected],
+                    };
+                    let mut terms = vec![rank];
+                    for group in groups {
+                        let members = |rank: &usize| topology.members(*group, *rank).unwrap();
+                        terms = terms.iter().flat_map(members).collect();
+                    }
+                    terms.sort_unstable();
+                    let digits: f64 = terms.iter().map(|rank| 10f64.powi(*rank as i32)).sum();
+                    assert_eq!(*sum, digits, "{case} rank {rank}");
+                    let of_ep = if shared { ep } else { 1 };
+                    assert_eq!(terms.len(), topology.expert_dp() * of_ep, "{case}");
+                    let sizes = |group: &&GroupName| topology.size(**group) > 1;
+                    asked.extend(groups.iter().filter(sizes).copied());
                 }
-                terms.sort_unstable();
-                let digits: f64 = terms.iter().map(|rank| 10f64.powi(*rank as i32)).sum();
-                assert_eq!(*sum, digits, "{case} rank {rank}");
-                let replicas = topology.expert_dp();
-                let of_ep = if sharing == Sharing::Shared { ep } else { 1 };
-                assert_eq!(terms.len(), replicas * of_ep, "{case}");
-
                 let calls = world.calls(rank);
                 assert!(calls.iter().all(|call| call.op == CollectiveOp::AllReduce));
-                let mut called: Vec<GroupName> = calls.iter().map(|call| call.group).collect();
-                called.truncate(called.len() / 2);
-                let sizes = |group: &&GroupName| topology.members(**group, rank).unwrap().len() > 1;
-                let expected: Vec<_> = groups.iter().filter(sizes).copied().collect();
-                assert_eq!(called, expected, "{case}: groups of one factor");
+                let called: Vec<GroupName> = calls.iter().map(|call| call.group).collect();
+                assert_eq!(called, asked, "{case}");
             }
         }
     }
 }
 
 #[test]
-fn a_shared_adapter_s_gradient_is_the_sum_over_ep_not_the_mean() {
+fn a_shared_factor_s_gradient_is_the_sum_over_ep_not_the_mean() {
     let topology = topology(2, 1, 2, 1);
-    let sums = ranks(&mock(topology), topology, |mesh| {
-        let config = LoraConfig::new(RANK, 8.0).with_sharing(Sharing::Shared);
-        let linear = expert_linear(&mesh, &config);
-        let weights = linear.trained_weights();
-        let mut grads = GradientsParams::new();
-        for weight in &weights {
-            fill(&mut grads, weight, [3.0, 5.0][mesh.rank()]);
-        }
-        let grads = sync_gradients(&weights, grads, &mesh);
-        weights
-            .iter()
-            .map(|w| uniform(w, &grads))
-            .collect::<Vec<_>>()
-    });
-    assert_eq!(sums, [[8.0, 8.0], [8.0, 8.0]]);
-
+    let sums = |sharing| {
+        ranks(&mock(topology), topology, |mesh| {
+            let config = LoraConfig::new(RANK, 8.0).with_sharing(sharing);
+            let linear = expert_linear(&mesh, &config);
+            let weights = linear.trained_weights();
+            let mut grads = GradientsParams::new();
+            for weight in &weights {
+                fill(&mut grads, weight, [3.0, 5.0][mesh.rank()]);
+            }
+            let grads = sync_gradients(&weights, grads, &mesh);
+            [uniform(&weights[0], &grads), uniform(&weights[1], &grads)]
+        })
+    };
+    assert_eq!(sums(Sharing::Shared), [[8.0, 8.0], [8.0, 8.0]]);
+    // The B of a row-parallel linear alone.
+    assert_eq!(sums(Sharing::SharedOuter), [[3.0, 8.0], [5.0, 8.0]]);
     // Negative control: factors of one expert each are not summed over EP.
-    let own = ranks(&mock(topology), topology, |mesh| {
-        let linear = expert_linear(&mesh, &LoraConfig::new(RANK, 8.0));
-        let weights = linear.trained_weights();
-        let mut grads = GradientsParams::new();
-        fill(&mut grads, &weights[0], [3.0, 5.0][mesh.rank()]);
-        uniform(&weights[0], &sync_gradients(&weights, grads, &mesh))
-    });
-    assert_eq!(own, [3.0, 5.0]);
+    assert_eq!(sums(Sharing::PerExpert), [[3.0, 3.0], [5.0, 5.0]]);
 }
 
 #[test]
@@ -223,17 +217,25 @@ fn random(sharing: Sharing) -> LoraConfig {
 }
 
 #[test]
-fn a_shared_adapter_starts_equal_on_every_expert_parallel_rank() {
+fn a_shared_factor_starts_equal_on_every_expert_parallel_rank() {
     for (world, ep, etp) in [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2), (4, 2, 1)] {
         let topology = topology(world, 1, ep, etp);
-        for factor in start(topology, random(Sharing::Shared), |_| 7) {
-            assert_eq!(factor.len(), ep);
-            let mismatches = factor.iter().flat_map(|other| {
-                let pairs = other.values.iter().zip(&factor[0].values);
-                pairs.filter(|(a, b)| a.to_bits() != b.to_bits())
-            });
-            assert_eq!(mismatches.count(), 0, "ep={ep} etp={etp}");
-            assert!(factor[0].magnitude() > 0.0);
+        for sharing in [Sharing::Shared, Sharing::SharedOuter] {
+            let shared = shared_pair(&random(sharing), true);
+            for (factor, shared) in start(topology, random(sharing), |_| 7).iter().zip(shared) {
+                assert!(factor[0].magnitude() > 0.0);
+                if !shared {
+                    assert_eq!(factor.len(), 4);
+                    assert_far("of other experts", &factor[1], &factor[0]);
+                    continue;
+                }
+                assert_eq!(factor.len(), ep);
+                let mismatches = factor.iter().flat_map(|other| {
+                    let pairs = other.values.iter().zip(&factor[0].values);
+                    pairs.filter(|(a, b)| a.to_bits() != b.to_bits())
+                });
+                assert_eq!(mismatches.count(), 0, "{sharing:?} ep={ep} etp={etp}");
+            }
         }
     }
     // Negative control: seeds that differ by rank are seen.
@@ -246,13 +248,14 @@ fn a_shared_adapter_starts_equal_on_every_expert_parallel_rank() {
 #[test]
 fn start_values_of_experts_are_the_same_bits_at_every_ep_and_etp() {
     for init in [Init::Kaiming, Init::Xavier, Init::Normal { std: 0.02 }] {
-        for sharing in [Sharing::PerExpert, Sharing::Shared] {
+        for sharing in SHARING {
             let config = random(sharing).with_init_a(init).with_init_b(init);
             let mut alone = start(topology(1, 1, 1, 1), config, |_| 7);
             for (world, ep, etp) in [(2, 2, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4), (4, 2, 2)] {
                 let mut found = start(topology(world, 1, ep, etp), config, |_| 7);
-                for (found, alone) in found.iter_mut().zip(&mut alone) {
-                    if sharing == Sharing::Shared {
+                let shared = shared_pair(&config, true);
+                for ((found, alone), shared) in found.iter_mut().zip(&mut alone).zip(shared) {
+                    if shared {
                         found.truncate(1);
                     }
                     assert_eq!(found, alone, "{init:?} {sharing:?} ep={ep} etp={etp}");

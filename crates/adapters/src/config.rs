@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use moe_lora_kernels::{Activation, Between, Compute, Strategy};
 use serde::{Deserialize, Serialize};
 
-use crate::{AdapterError, Dropout, Init};
+use crate::{AdapterError, Dropout, Init, ShardAxis};
 
 /// Settings of a LoRA adapter. The rank is that of the full adapter at every topology.
 ///
@@ -31,7 +31,7 @@ pub struct LoraConfig {
     /// DoRA: the rows of `W + s B A` have trained lengths, see [`Linear::start_magnitudes`](crate::Linear::start_magnitudes).
     #[serde(default)]
     pub dora: bool,
-    /// How the experts of a grouped linear share the adapter.
+    /// Which factors the experts of a grouped linear share.
     pub sharing: Sharing,
     /// Dropout in training. No part of what the adapter is: checkpoints do not hold it.
     #[serde(default)]
@@ -45,14 +45,33 @@ pub struct LoraConfig {
     pub compute: Compute,
 }
 
-/// How many adapters a grouped linear has.
+/// Which factors the experts of a grouped linear share.
+///
+/// A shared factor is one matrix for all experts of the layer, the same on every expert-parallel
+/// rank. Its gradient is summed over the [`Ep`](moe_lora_parallel::Ep) group, see
+/// [`sync_gradients`](crate::sync_gradients).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Sharing {
-    /// One for each expert.
+    /// None: an adapter for each expert.
     PerExpert,
-    /// One for all experts of the layer, on every expert-parallel rank the same. Its gradient is
-    /// summed over the [`Ep`](moe_lora_parallel::Ep) group, see [`sync_gradients`](crate::sync_gradients).
+    /// The factor on the hidden side: `A` under a column-parallel base, `B` under a row-parallel
+    /// one. The other one is per expert.
+    SharedOuter,
+    /// Both: one adapter for all experts.
     Shared,
+}
+
+impl Sharing {
+    /// Whether the experts share `A`, and whether they share `B`, under a base that is cut along
+    /// `axis`. A replicated base has no hidden side.
+    pub(crate) fn factors(self, axis: ShardAxis) -> [bool; 2] {
+        match (self, axis) {
+            (Self::Shared, _) => [true; 2],
+            (Self::SharedOuter, ShardAxis::Out) => [true, false],
+            (Self::SharedOuter, ShardAxis::In) => [false, true],
+            (Self::SharedOuter, ShardAxis::Whole) | (Self::PerExpert, _) => [false; 2],
+        }
+    }
 }
 
 impl LoraConfig {
@@ -104,7 +123,7 @@ impl LoraConfig {
         self
     }
 
-    /// How experts share the adapter.
+    /// Which factors the experts share.
     pub fn with_sharing(mut self, sharing: Sharing) -> Self {
         self.sharing = sharing;
         self

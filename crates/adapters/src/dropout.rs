@@ -65,23 +65,14 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         if dropout.at != at || dropout.probability == 0.0 || !B::ad_enabled(device) {
             return None;
         }
-        let Some(tokens) = rows.tokens() else {
+        if rows.tokens().is_none() {
             panic!(
                 "{}: dropout of {} has no ids of the tokens (call RowGroups::with_tokens on the rows, or MoeLayer::forward_tokens)",
                 self.path(),
                 dropout.probability
             );
-        };
-        let one_group;
-        let (rows, expert) = match self.first_expert() {
-            Some(first) => (rows, first),
-            // Groups mean nothing to a weight of all rows.
-            None => {
-                let all = RowGroups::padded(&[rows.rows()], rows.all_rows());
-                one_group = all.expect("they are its rows").with_tokens(tokens.clone());
-                (&one_group, 0)
-            }
-        };
+        }
+        let expert = self.first_expert().unwrap_or(0);
         let key = DropoutKey {
             seed: self.config().seed,
             layer: fnv1a(self.path()),

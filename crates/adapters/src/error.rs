@@ -50,6 +50,14 @@ pub enum AdapterError {
         /// The probability.
         probability: f64,
     },
+    /// A shared outer factor of experts whose base is replicated.
+    #[error(
+        "{path}: a replicated base has no hidden side whose factor the experts could share (choose Sharing::Shared or Sharing::PerExpert)"
+    )]
+    NoOuter {
+        /// The linear.
+        path: String,
+    },
     /// A target that no linear matches.
     #[error(
         "target {pattern:?} matches no linear{hint} (known: {})",

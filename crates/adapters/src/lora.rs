@@ -91,8 +91,8 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
     ///
     /// # Errors
     ///
-    /// When the group does not divide the rank or `d_out` as the placement needs it, or when the
-    /// config is unusable.
+    /// When the group does not divide the rank or `d_out` as the placement needs it, when the config
+    /// is unusable, or when the experts of a replicated base are to share the outer factor.
     pub fn init(
         path: &str,
         config: &LoraConfig,
@@ -100,19 +100,23 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         device: &B::Device,
     ) -> Result<Self, AdapterError> {
         config.check()?;
-        let experts = match config.sharing {
-            Sharing::PerExpert => base.experts.clone(),
-            Sharing::Shared => None,
-        };
+        if base.experts.is_some()
+            && config.sharing == Sharing::SharedOuter
+            && P::AXIS == ShardAxis::Whole
+        {
+            return Err(AdapterError::NoOuter { path: path.into() });
+        }
+        let experts = |shared: bool| base.experts.clone().filter(|_| !shared);
+        let [a_shared, b_shared] = config.sharing.factors(P::AXIS);
         let a = WeightLayout {
-            experts: experts.clone(),
+            experts: experts(a_shared),
             d_out: config.rank,
             fragments: 1,
             axis: P::AXIS,
             ..base.clone()
         };
         let b = WeightLayout {
-            experts,
+            experts: experts(b_shared),
             d_in: config.rank,
             axis: P::Up::AXIS,
             ..base.clone()
@@ -168,15 +172,27 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         self.first_expert
     }
 
+    /// The groups of `all` rows. They mean nothing to a base without experts: its rows are one.
+    fn rows(&self, rows: &RowGroups, all: usize) -> RowGroups {
+        match (self.first_expert, rows.tokens()) {
+            (Some(_), _) => rows.clone(),
+            (None, Some(_)) => rows.joined(),
+            (None, None) => RowGroups::whole(all),
+        }
+    }
+
     /// Takes the local part of full factors, `a [E, r, d_in]` and `b [E, d_out, r]` in row-major
-    /// order, with `E` the global number of experts, or 1 where the experts share the adapter.
+    /// order, with `E` the global number of experts, or 1 for a factor that the experts share.
     ///
     /// # Errors
     ///
     /// When the values do not fill the shapes of one `E` that holds the local experts; nothing is
     /// changed then.
     pub fn load(&mut self, a: &[f32], b: &[f32], device: &B::Device) -> Result<(), AdapterError> {
-        let experts = self.a.layout().experts_in(a.len());
+        let experts = match self.a.layout().experts {
+            Some(_) => self.a.layout().experts_in(a.len()),
+            None => self.b.layout().experts_in(b.len()),
+        };
         let cut = |layout: &WeightLayout, values: &[f32]| {
             let values = layout.cut(&self.path, experts, values)?;
             Ok(Weight::from_values(
@@ -238,7 +254,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
 
     /// `A`, `B` and, where there is one, the magnitude, in this order.
     pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
-        let shared = self.config.sharing == Sharing::Shared;
+        let [a_shared, b_shared] = self.config.sharing.factors(P::AXIS);
         let trained = |factor, weight, layout, shared_by_experts| TrainedWeight {
             path: format!("{}.{factor}", self.path),
             linear: &self.path,
@@ -250,8 +266,8 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             is_vector: false,
         };
         let mut weights = vec![
-            trained("lora_A", &self.a.weight, self.a.layout(), shared),
-            trained("lora_B", &self.b.weight, self.b.layout(), shared),
+            trained("lora_A", &self.a.weight, self.a.layout(), a_shared),
+            trained("lora_B", &self.b.weight, self.b.layout(), b_shared),
         ];
         if let Some(m) = &self.magnitude {
             weights.push(TrainedWeight {
@@ -271,6 +287,7 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
         let x = x.into_fanout();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let z = self.low(x, rows);
         self.b
@@ -292,6 +309,7 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
         rows: &RowGroups,
     ) -> Sharded<B, G> {
         let x = x.into_fanout();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);
@@ -323,6 +341,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
     /// When shapes or row groups do not match, or when a collective fails.
     pub fn forward<X: IsSharded<B, G, Features>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
         let x = x.into_sharded();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let z = self.low(x, rows);
         self.b
@@ -343,6 +362,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
         rows: &RowGroups,
     ) -> Partial<B, G> {
         let x = x.into_sharded();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);
@@ -371,6 +391,7 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
     /// When shapes or row groups do not match.
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
         let x = x.into_replicated();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let (between, compute) = (self.config.between(), self.config.compute);
         self.b
@@ -390,6 +411,7 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
         rows: &RowGroups,
     ) -> Replicated<B, G> {
         let x = x.into_replicated();
+        let rows = &self.rows(rows, x.tensor().dims()[0]);
         let dropped = self.mask(DropoutAt::AfterB, rows, &x.tensor().device());
         let z = self.low(x, rows);
         let (between, compute) = (self.config.between(), self.config.compute);

@@ -118,14 +118,18 @@ impl WeightLayout {
         experts - experts.checked_rem(local.len()).unwrap_or(0)
     }
 
-    /// Cuts the local part out of the full `[experts, d_out, d_in]` in row-major order.
+    /// Cuts the local part out of the full `[experts, d_out, d_in]` in row-major order, or of
+    /// `[1, d_out, d_in]` for a weight without an expert axis.
     ///
     /// # Errors
     ///
     /// When the values do not fill the full shape, or the local experts are not among them.
     pub fn cut(&self, path: &str, experts: usize, full: &[f32]) -> Result<Vec<f32>, AdapterError> {
-        let local = self.experts.clone().unwrap_or(0..1);
-        let expected = [experts.max(local.end), self.d_out, self.d_in];
+        let experts = self
+            .experts
+            .as_ref()
+            .map_or(1, |local| experts.max(local.end));
+        let expected = [experts, self.d_out, self.d_in];
         let elements = expected
             .iter()
             .try_fold(1usize, |product, extent| product.checked_mul(*extent));

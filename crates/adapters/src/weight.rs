@@ -121,10 +121,10 @@ impl<B: GroupedBackend> Weight<B> {
 
 /// A factor of an adapter.
 impl<B: GroupedBackend> Weight<B> {
-    /// The row groups of its products: one weight has one group of all rows.
-    fn groups(&self, rows: &RowGroups, x: &Tensor<B, 2>) -> RowGroups {
+    /// The row groups of its products: the experts' rows are one group to a factor that they share.
+    fn groups(&self, rows: &RowGroups) -> RowGroups {
         match self {
-            Self::One(_) => RowGroups::whole(x.dims()[0]),
+            Self::One(_) => rows.joined(),
             Self::PerExpert(_) => rows.clone(),
         }
     }
@@ -137,7 +137,7 @@ impl<B: GroupedBackend> Weight<B> {
         layout: Layout,
         compute: Compute,
     ) -> Tensor<B, 2> {
-        let rows = self.groups(rows, &x);
+        let rows = self.groups(rows);
         match dropout {
             None => shrink(x, self.stacked(), &rows, layout, compute),
             Some(mask) => shrink_dropped(x, mask, self.stacked(), &rows, layout, compute),
@@ -151,7 +151,7 @@ impl<B: GroupedBackend> Weight<B> {
         rows: &RowGroups,
         compute: Compute,
     ) -> Tensor<B, 2> {
-        let rows = self.groups(rows, &z);
+        let rows = self.groups(rows);
         expand(z, self.stacked(), between, &rows, compute)
     }
 
@@ -164,7 +164,7 @@ impl<B: GroupedBackend> Weight<B> {
         rows: &RowGroups,
         compute: Compute,
     ) -> Tensor<B, 2> {
-        let rows = self.groups(rows, &z);
+        let rows = self.groups(rows);
         expand_into(base, columns, z, self.stacked(), between, &rows, compute)
     }
 }

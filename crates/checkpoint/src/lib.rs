@@ -116,7 +116,9 @@ pub use checksum::{BLOCK_BYTES, BlockChecksums};
 pub use error::CheckpointError;
 pub use layout::{Axis, TensorLayout};
 pub use load::{Checkpoint, Loaded, LoadedTensor};
-pub use manifest::{AdapterActivation, AdapterEntry, Manifest, ShardEntry, TensorEntry};
+pub use manifest::{
+    AdapterActivation, AdapterEntry, AdapterSharing, Manifest, ShardEntry, TensorEntry,
+};
 pub use place::{GroupSizes, Place};
 pub use plan::{Run, Span, Transfer, plan};
 pub use report::{LoadReport, MismatchedTensor, MissingTensor, Strictness};

@@ -41,8 +41,8 @@ pub struct AdapterEntry {
     pub rslora: bool,
     /// Function between `A` and `B`.
     pub activation: AdapterActivation,
-    /// Whether the experts of the layer share one adapter.
-    pub shared: bool,
+    /// Which factors the experts of the layer share; nothing to a linear without experts.
+    pub sharing: AdapterSharing,
     /// Whether it has DoRA's magnitude, `{linear}.lora_magnitude_vector`.
     #[serde(default)]
     pub dora: bool,
@@ -60,6 +60,18 @@ pub enum AdapterActivation {
     Gelu,
     /// `B relu(A x)`.
     Relu,
+}
+
+/// Which factors of an adapter the experts of a layer share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdapterSharing {
+    /// None.
+    PerExpert,
+    /// The one on the hidden side: `A` of gate and up, `B` of down.
+    SharedOuter,
+    /// Both.
+    Shared,
 }
 
 /// One tensor and its shards.

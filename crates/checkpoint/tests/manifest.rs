@@ -39,7 +39,7 @@ fn a_manifest_reads_as_this() {
             "alpha": 0.1,
             "rslora": true,
             "activation": "identity",
-            "shared": false,
+            "sharing": "per_expert",
             "dora": false
           }
         },

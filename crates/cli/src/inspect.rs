@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use moe_lora_checkpoint::{AdapterEntry, Checkpoint, GroupSizes};
+use moe_lora_checkpoint::{AdapterEntry, AdapterSharing, Checkpoint, GroupSizes};
 use moe_lora_files::TensorFile;
 use moe_lora_interchange::PeftAdapter;
 use serde::Serialize;
@@ -74,8 +74,12 @@ impl fmt::Display for Inspection {
                 if entry.rslora {
                     write!(f, ", rank-stabilised")?;
                 }
-                if entry.shared {
-                    write!(f, ", shared by the experts")?;
+                match entry.sharing {
+                    AdapterSharing::PerExpert => {}
+                    AdapterSharing::SharedOuter => {
+                        write!(f, ", outer factor shared by the experts")?
+                    }
+                    AdapterSharing::Shared => write!(f, ", shared by the experts")?,
                 }
             }
         }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Axis, Checkpoint, Dtype, GroupSizes, Save, TensorLayout,
+    AdapterActivation, AdapterEntry, AdapterSharing, Axis, Checkpoint, Dtype, GroupSizes, Save,
+    TensorLayout,
 };
 use moe_lora_interchange::{FactorPair, GateUp, HostTensor, ModelConfig, PeftAdapter, PeftLayout};
 use serde_json::Value;
@@ -251,7 +252,7 @@ fn a_merge_refuses_values_and_layers_that_do_not_belong() {
         alpha: 1.0,
         rslora: false,
         activation: AdapterActivation::Identity,
-        shared: false,
+        sharing: AdapterSharing::PerExpert,
         dora: false,
     };
     save.commit([(linear.to_owned(), entry)].into()).unwrap();

@@ -195,6 +195,16 @@ pub enum InterchangeError {
         /// Which layout can hold it, or how it can be changed.
         remedy: &'static str,
     },
+    /// A factor that the experts share on the side of their intermediate extent.
+    #[error(
+        "layer {layer} shares the factor of {projection} on the side of the intermediate extent alone, which is not trained here (give each expert a copy with expand)"
+    )]
+    InnerShared {
+        /// The layer.
+        layer: usize,
+        /// `gate_up_proj`, `gate_proj`, `up_proj` or `down_proj`.
+        projection: &'static str,
+    },
     /// DoRA on some pairs alone, which the settings of a file cannot say.
     #[error(
         "layer {layer} has no magnitude on {projection}, unlike other pairs of the adapter (use DoRA on all pairs or on none)"

@@ -90,9 +90,27 @@ pub fn factor_axes(adapters: &[[Axis; 2]], config: &LoraConfig) -> Vec<Axis> {
     adapters.iter().flat_map(of_adapter).collect()
 }
 
-/// Whether factor `k` of adapters in turn is of all experts together: a magnitude never is.
-pub fn is_shared(config: &LoraConfig, k: usize) -> bool {
-    config.sharing == Sharing::Shared && !(config.dora && k % 3 == 2)
+/// Every way in which experts share adapters.
+pub const SHARING: [Sharing; 3] = [Sharing::PerExpert, Sharing::SharedOuter, Sharing::Shared];
+
+/// Whether the experts share `A` and `B` of fc1, or of fc2.
+pub fn shared_pair(config: &LoraConfig, fc2: bool) -> [bool; 2] {
+    match config.sharing {
+        Sharing::PerExpert => [false, false],
+        Sharing::SharedOuter => [!fc2, fc2],
+        Sharing::Shared => [true, true],
+    }
+}
+
+/// Whether the experts share each factor of adapters whose `A` and `B` have these axes; `A` lies by
+/// columns in fc2. A magnitude is never shared.
+pub fn shared_factors(adapters: &[[Axis; 2]], config: &LoraConfig) -> Vec<bool> {
+    let of_adapter = |[a, _]: &[Axis; 2]| {
+        let mut shared = shared_pair(config, *a == Axis::Columns).to_vec();
+        shared.extend(config.dora.then_some(false));
+        shared
+    };
+    adapters.iter().flat_map(of_adapter).collect()
 }
 
 impl MlpCase {
@@ -138,6 +156,14 @@ impl MlpCase {
             .map(|_| match self.config.sharing {
                 Sharing::Shared => first.clone(),
                 Sharing::PerExpert => loras(),
+                Sharing::SharedOuter => {
+                    let [mut gate_up, mut down] = loras();
+                    for (own, first) in gate_up.iter_mut().zip(&first[0]) {
+                        own.a = first.a.clone();
+                    }
+                    down[0].b = first[1][0].b.clone();
+                    [gate_up, down]
+                }
             })
             .collect();
         let mut noise = Noise::new(seed + 1);
@@ -189,11 +215,17 @@ impl MlpCase {
             self.load(
                 lora,
                 experts.iter().map(|mlp| &mlp.gate_up.loras()[k]),
+                false,
                 device,
             );
         }
         for (k, lora) in mlp.down.adapters.iter_mut().enumerate() {
-            self.load(lora, experts.iter().map(|mlp| &mlp.down.loras()[k]), device);
+            self.load(
+                lora,
+                experts.iter().map(|mlp| &mlp.down.loras()[k]),
+                true,
+                device,
+            );
         }
     }
 
@@ -201,18 +233,16 @@ impl MlpCase {
         &self,
         lora: &mut Lora<B, G, P>,
         experts: impl Iterator<Item = &'a oracle::Lora>,
+        fc2: bool,
         device: &B::Device,
     ) {
-        let count = match self.config.sharing {
-            Sharing::Shared => 1,
-            Sharing::PerExpert => self.experts,
-        };
         let all: Vec<_> = experts.collect();
-        let experts = &all[..count];
-        let values = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
-            experts.iter().flat_map(|lora| of(lora).to_f32()).collect()
+        let values = |of: fn(&oracle::Lora) -> &Matrix, shared: bool| -> Vec<f32> {
+            let own = if shared { &all[..1] } else { &all[..] };
+            own.iter().flat_map(|lora| of(lora).to_f32()).collect()
         };
-        lora.load(&values(|lora| &lora.a), &values(|lora| &lora.b), device)
+        let [a, b] = shared_pair(&self.config, fc2);
+        lora.load(&values(|l| &l.a, a), &values(|l| &l.b, b), device)
             .unwrap();
         if self.config.dora {
             let lengths = all.iter().filter_map(|lora| lora.magnitude.as_ref());
@@ -221,15 +251,22 @@ impl MlpCase {
         }
     }
 
-    /// The axes of `A`, `B` and any magnitude of each adapter, in the order of the MLP's factors.
-    pub fn axes(&self) -> Vec<Axis> {
+    /// The axes of `A` and `B` of each adapter.
+    fn pairs(&self) -> Vec<[Axis; 2]> {
         let gate_up: &[[Axis; 2]] = match self.gate_up {
             GateUpTargets::Fused => &[[Axis::Rows(1), Axis::Rows(2)]],
             GateUpTargets::Separate => &[[Axis::Rows(1); 2]; 2],
         };
-        factor_axes(
-            &[gate_up, &[[Axis::Columns, Axis::Rows(1)]]].concat(),
-            &self.config,
-        )
+        [gate_up, &[[Axis::Columns, Axis::Rows(1)]]].concat()
+    }
+
+    /// The axes of `A`, `B` and any magnitude of each adapter, in the order of the MLP's factors.
+    pub fn axes(&self) -> Vec<Axis> {
+        factor_axes(&self.pairs(), &self.config)
+    }
+
+    /// Whether the experts share each factor, in the same order.
+    pub fn shared(&self) -> Vec<bool> {
+        shared_factors(&self.pairs(), &self.config)
     }
 }

@@ -1,7 +1,7 @@
 //! The settings of an adapter in a manifest.
 
 use burn::tensor::backend::Backend;
-use moe_lora_checkpoint::{AdapterActivation, AdapterEntry, Checkpoint};
+use moe_lora_checkpoint::{AdapterActivation, AdapterEntry, AdapterSharing, Checkpoint};
 
 use crate::{Activation, LoraConfig, ResumeError, Sharing, TrainedWeight};
 
@@ -70,7 +70,11 @@ pub(super) fn entry_of(config: &LoraConfig) -> AdapterEntry {
             Activation::Gelu => AdapterActivation::Gelu,
             Activation::Relu => AdapterActivation::Relu,
         },
-        shared: config.sharing == Sharing::Shared,
+        sharing: match config.sharing {
+            Sharing::PerExpert => AdapterSharing::PerExpert,
+            Sharing::SharedOuter => AdapterSharing::SharedOuter,
+            Sharing::Shared => AdapterSharing::Shared,
+        },
         dora: config.dora,
     }
 }
@@ -85,8 +89,9 @@ pub(super) fn config_of(entry: &AdapterEntry) -> LoraConfig {
             AdapterActivation::Gelu => Activation::Gelu,
             AdapterActivation::Relu => Activation::Relu,
         })
-        .with_sharing(match entry.shared {
-            true => Sharing::Shared,
-            false => Sharing::PerExpert,
+        .with_sharing(match entry.sharing {
+            AdapterSharing::PerExpert => Sharing::PerExpert,
+            AdapterSharing::SharedOuter => Sharing::SharedOuter,
+            AdapterSharing::Shared => Sharing::Shared,
         })
 }

@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Axis, Checkpoint, CheckpointError, Dtype, GroupSizes,
-    Manifest, Save, ShardedTensor, Strictness, TensorLayout,
+    AdapterActivation, AdapterEntry, AdapterSharing, Axis, Checkpoint, CheckpointError, Dtype,
+    GroupSizes, Manifest, Save, ShardedTensor, Strictness, TensorLayout,
 };
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -78,7 +78,7 @@ pub fn adapters() -> BTreeMap<String, AdapterEntry> {
         alpha: 0.1,
         rslora: true,
         activation: AdapterActivation::Identity,
-        shared: false,
+        sharing: AdapterSharing::PerExpert,
         dora: false,
     };
     BTreeMap::from([("mlp.experts.gate_up_proj".to_owned(), adapter)])

@@ -72,6 +72,20 @@ impl FactorPair {
         self.alpha / if rslora { rank.sqrt() } else { rank }
     }
 
+    /// Whether `experts` experts share `A`, and whether they share `B`. A single one shares nothing.
+    ///
+    /// # Errors
+    ///
+    /// When the shapes are not those of a pair.
+    pub fn shared(&self, experts: usize) -> Result<[bool; 2], InterchangeError> {
+        let Sizes {
+            a_experts,
+            b_experts,
+            ..
+        } = self.sizes()?;
+        Ok([a_experts, b_experts].map(|own| own == 1 && experts > 1))
+    }
+
     /// The pair with a copy of each shared factor for every one of `experts` experts, which gives
     /// the same weights.
     ///

@@ -112,8 +112,7 @@ fn refuse_inexpressible(
             remedy,
         })
     };
-    let sizes = pair.sizes()?;
-    let shared = [sizes.a_experts, sizes.b_experts].map(|own| own == 1 && experts > 1);
+    let shared = pair.shared(experts)?;
     if layout == PeftLayout::SharedOuter {
         let outer = match projection {
             "down" => [false, true],

@@ -11,8 +11,8 @@
 use super::{ExpertAdapter, FactorPair, GateUp, PeftAdapter};
 use crate::{HostTensor, InterchangeError, ModelConfig};
 use moe_lora_checkpoint::{
-    AdapterActivation, AdapterEntry, Axis, Checkpoint, Dtype, GroupSizes, Manifest, Save,
-    TensorLayout,
+    AdapterActivation, AdapterEntry, AdapterSharing, Axis, Checkpoint, Dtype, GroupSizes, Manifest,
+    Save, TensorLayout,
 };
 use moe_lora_files::widen;
 use std::collections::BTreeMap;
@@ -101,12 +101,22 @@ impl PeftAdapter {
                     values.insert(layout.key.clone(), tensor);
                     layouts.push(layout);
                 }
+                let sharing = match (pair.shared(config.num_experts)?, projection) {
+                    ([false, false], _) => AdapterSharing::PerExpert,
+                    ([true, true], _) => AdapterSharing::Shared,
+                    ([false, true], "down_proj") => AdapterSharing::SharedOuter,
+                    ([true, false], other) if other != "down_proj" => AdapterSharing::SharedOuter,
+                    _ => {
+                        let layer = *layer;
+                        return Err(InterchangeError::InnerShared { layer, projection });
+                    }
+                };
                 let entry = AdapterEntry {
                     rank: pair.rank(),
                     alpha: pair.alpha,
                     rslora: self.rslora,
                     activation: AdapterActivation::Identity,
-                    shared: false,
+                    sharing,
                     dora: pair.magnitude.is_some(),
                 };
                 adapters.insert(linear, entry);
