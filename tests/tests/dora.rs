@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
+    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing, TrainedWeight,
     sync_gradients,
 };
 use moe_lora_experts::{GateUpTargets, WeighAt};
@@ -125,7 +125,7 @@ fn layers_equal_the_dense_oracle_at_every_topology_with_shared_experts_and_biase
     for place in places() {
         for (sharing, gate_up, dtype, weigh_at, shared, biased) in [
             (
-                SHARING[0],
+                Sharing::PerExpert,
                 GATE_UP[0],
                 DType::F32,
                 WeighAt::Output,
@@ -133,7 +133,7 @@ fn layers_equal_the_dense_oracle_at_every_topology_with_shared_experts_and_biase
                 false,
             ),
             (
-                SHARING[0],
+                Sharing::PerExpert,
                 GATE_UP[1],
                 DType::F32,
                 WeighAt::Hidden,
@@ -141,16 +141,24 @@ fn layers_equal_the_dense_oracle_at_every_topology_with_shared_experts_and_biase
                 false,
             ),
             (
-                SHARING[1],
+                Sharing::Shared,
                 GATE_UP[1],
                 DType::F64,
                 WeighAt::Output,
                 shared(false, false),
                 false,
             ),
+            (
+                Sharing::SharedOuter,
+                GATE_UP[0],
+                DType::F32,
+                WeighAt::Output,
+                None,
+                true,
+            ),
             // Biases of the experts are not scaled.
             (
-                SHARING[0],
+                Sharing::PerExpert,
                 GATE_UP[0],
                 DType::F32,
                 WeighAt::Output,
@@ -351,7 +359,7 @@ fn a_fresh_adapter_changes_no_bit_of_a_layer_at_any_topology_and_precision() {
         for dtype in [DType::F32, DType::BF16] {
             let case = moe::Case {
                 shared: shared(true, true),
-                ..moe::case(SHARING[0], GATE_UP[0], dtype)
+                ..moe::case(Sharing::PerExpert, GATE_UP[0], dtype)
             };
             let mut oracle = case.oracle();
             // A row of zeros has no direction: its output is 0, not 0 / 0.
@@ -504,7 +512,7 @@ fn collectives_carry_low_rank_values_and_vectors_and_no_weight() {
 
 /// The full factors, by name, after three steps of SGD on the same tokens from one seed.
 fn trained(place: &Place) -> BTreeMap<String, Vec<Matrix>> {
-    let case = moe::case(SHARING[0], GATE_UP[0], DType::F64);
+    let case = moe::case(Sharing::PerExpert, GATE_UP[0], DType::F64);
     let bare = moe::Case {
         adapted: false,
         ..case

@@ -6,7 +6,7 @@ use folders::{
     CONSTITUTION, EXPERTS, PER_EXPERT, SETTINGS, Tensors, adapter_error, assert_contains, bytes,
     deltas, edit, floats, noise, open, set, settings, tensors,
 };
-use moe_lora_checkpoint::{Axis, Checkpoint, Dtype, TensorLayout};
+use moe_lora_checkpoint::{AdapterEntry, AdapterSharing, Axis, Checkpoint, Dtype, TensorLayout};
 use moe_lora_interchange::{
     ExpertAdapter, FactorPair, GateUp, ModelConfig, PeftAdapter, PeftLayout,
 };
@@ -204,6 +204,8 @@ fn shared_factors_come_back_from_a_checkpoint_and_expand_to_those_of_each_expert
         let shared = adapter(&config, fused);
         let folder = TempDir::new().unwrap();
         let manifest = shared.write_checkpoint(folder.path(), &config).unwrap();
+        let outer = |entry: &AdapterEntry| entry.sharing == AdapterSharing::SharedOuter;
+        assert!(manifest.adapters.values().all(outer));
         // No axis of experts, so that every expert parallel rank holds the factor.
         for (factor, shape) in [
             (
@@ -232,7 +234,9 @@ fn shared_factors_come_back_from_a_checkpoint_and_expand_to_those_of_each_expert
         }
         let each = back.expand(experts).unwrap();
         let folder = TempDir::new().unwrap();
-        each.write_checkpoint(folder.path(), &config).unwrap();
+        let manifest = each.write_checkpoint(folder.path(), &config).unwrap();
+        let own = |entry: &AdapterEntry| entry.sharing == AdapterSharing::PerExpert;
+        assert!(manifest.adapters.values().all(own));
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         assert_eq!(PeftAdapter::from_checkpoint(&checkpoint).unwrap(), each);
         for (layer, own) in &shared.layers {
@@ -334,6 +338,11 @@ fn adapters_that_share_the_wrong_side_are_not_written() {
             "hidden side alone",
             "PeftLayout::PerExpert",
         ],
+    );
+    let refused = wrong.write_checkpoint(target.path(), &config);
+    assert_eq!(
+        refused.unwrap_err().to_string(),
+        "layer 1 shares the factor of down_proj on the side of the intermediate extent alone, which is not trained here (give each expert a copy with expand)"
     );
     assert_eq!(target.path().read_dir().unwrap().count(), 0, "leftovers");
 }

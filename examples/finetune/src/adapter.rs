@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{
-    Activation, AdapterBackend, Lora, LoraConfig, Placement, Targets, stored_adapters,
+    Activation, AdapterBackend, Lora, LoraConfig, Placement, Sharing, Targets, stored_adapters,
 };
 use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::{GateUpTargets, MoeLayer};
@@ -81,7 +81,8 @@ impl AdapterPlan {
     ///
     /// # Errors
     /// A pattern that matches no linear, a gate without its up projection, a rank that the topology does not divide,
-    /// factors that do not fit the model, or an adapter with shared factors. Every rank gets the same error.
+    /// factors that do not fit the model, or a factor that the experts share on the other side than the hidden one. Every
+    /// rank gets the same error.
     ///
     /// # Panics
     /// If a collective fails, which DoRA's magnitudes take to start.
@@ -133,12 +134,16 @@ impl AdapterPlan {
             }
             Self::Given(adapter) => {
                 for (&number, factors) in &adapter.layers {
-                    check_plain(number, factors)?;
                     let index = blocks.numbers.iter().position(|known| *known == number);
                     let index = index.with_context(|| {
                         format!("layer {number} has no experts (use an adapter of this model)")
                     })?;
-                    load_layer(&mut blocks.layers[index], factors, adapter.rslora, device)?;
+                    let layer = &mut blocks.layers[index];
+                    let local = layer.experts.down.weight.layout().experts.as_ref();
+                    let experts = local.map_or(1, |local| local.len() * mesh.ep().size());
+                    let sharing =
+                        |name: &str, pair: &FactorPair| sharing(number, name, pair, experts);
+                    load_layer(layer, factors, sharing, adapter.rslora, device)?;
                 }
             }
         }
@@ -195,15 +200,19 @@ fn is_rank_stabilised<B: Backend>(layer: &MoeLayer<B>) -> bool {
     fc1.any(|lora| lora.config().rslora) || fc2.any(|lora| lora.config().rslora)
 }
 
-/// The file layout that holds the adapter as it is: stacked, unless gate and up have an adapter each or there are
-/// magnitudes.
+/// The file layout that holds the adapter as it is: stacked, unless the experts share factors, gate and up have an
+/// adapter each, or there are magnitudes.
 pub fn file_layout(adapter: &PeftAdapter) -> PeftLayout {
     let separate = |layer: &ExpertAdapter| matches!(layer.gate_up, Some(GateUp::Separate { .. }));
     let dora = |layer: &ExpertAdapter| layer.pairs().any(|(_, pair)| pair.magnitude.is_some());
-    let mut layers = adapter.layers.values();
-    match layers.any(|layer| separate(layer) || dora(layer)) {
-        true => PeftLayout::PerExpert,
-        false => PeftLayout::Stacked,
+    let shared = |pair: &FactorPair| pair.a.shape()[0] != pair.b.shape()[0];
+    let any = |of: &dyn Fn(&ExpertAdapter) -> bool| adapter.layers.values().any(of);
+    if any(&|layer| layer.pairs().any(|(_, pair)| shared(pair))) {
+        PeftLayout::SharedOuter
+    } else if any(&|layer| separate(layer) || dora(layer)) {
+        PeftLayout::PerExpert
+    } else {
+        PeftLayout::Stacked
     }
 }
 
@@ -234,30 +243,38 @@ fn check_pairs(known: &[String], chosen: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// An `A` and a `B` for every expert, as they are trained here.
-fn check_plain(index: usize, factors: &ExpertAdapter) -> Result<()> {
-    for (name, pair) in factors.pairs() {
-        ensure!(
-            pair.a.shape()[0] == pair.b.shape()[0],
-            "layer {index} of the adapter shares a factor of {name} over the experts, which this job does not train \
-             (give each expert a copy of it first)"
-        );
+/// Which factors of a pair the experts share.
+fn sharing(number: usize, name: &str, pair: &FactorPair, experts: usize) -> Result<Sharing> {
+    let outer = match name {
+        ".down_proj" => [false, true],
+        _ => [true, false],
+    };
+    match pair.shared(experts)? {
+        [false, false] => Ok(Sharing::PerExpert),
+        [true, true] => Ok(Sharing::Shared),
+        shared if shared == outer => Ok(Sharing::SharedOuter),
+        _ => bail!(
+            "layer {number} of the adapter shares the factor of {} on the side of the intermediate extent alone, which \
+             is not trained here (give each expert a copy of it first)",
+            &name[1..]
+        ),
     }
-    Ok(())
 }
 
 fn load_layer<B: Backend>(
     layer: &mut MoeLayer<B>,
     factors: &ExpertAdapter,
+    sharing: impl Fn(&str, &FactorPair) -> Result<Sharing>,
     rslora: bool,
     device: &B::Device,
 ) -> Result<()> {
-    let config = |pair: &FactorPair| {
-        LoraConfig::new(pair.rank(), pair.alpha)
+    let config = |name: &str, pair: &FactorPair| -> Result<LoraConfig> {
+        Ok(LoraConfig::new(pair.rank(), pair.alpha)
             .with_rslora(rslora)
-            .with_dora(pair.magnitude.is_some())
+            .with_sharing(sharing(name, pair)?)
+            .with_dora(pair.magnitude.is_some()))
     };
-    let experts = &mut layer.experts;
+    let mlp = &mut layer.experts;
     let path = |linear: &[&str], name: &str| {
         let path = linear.iter().find(|path| path.ends_with(name));
         path.map(|path| path.to_string()).unwrap_or_default()
@@ -268,17 +285,18 @@ fn load_layer<B: Backend>(
         Some(GateUp::Separate { gate, up }) => vec![(".gate_proj", gate), (".up_proj", up)],
     };
     for (name, pair) in fc1 {
-        let path = path(&experts.gate_up.targets(), name);
+        let path = path(&mlp.gate_up.targets(), name);
         load(
-            experts.gate_up.adapt(&path, &config(pair), device)?,
+            mlp.gate_up.adapt(&path, &config(name, pair)?, device)?,
             pair,
             device,
         )?;
     }
     if let Some(pair) = &factors.down {
-        let path = path(&experts.down.targets(), ".down_proj");
+        let path = path(&mlp.down.targets(), ".down_proj");
         load(
-            experts.down.adapt(&path, &config(pair), device)?,
+            mlp.down
+                .adapt(&path, &config(".down_proj", pair)?, device)?,
             pair,
             device,
         )?;

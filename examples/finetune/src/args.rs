@@ -162,7 +162,7 @@ pub struct Args {
     pub save_every: Option<usize>,
 
     /// Continue from the checkpoint in this directory up to --steps, at any topology; give the other flags as before
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "dora"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "dora", "shared_outer"])]
     pub resume: Option<PathBuf>,
 
     /// Give the gate and the up projection an adapter each instead of one that shares its A
@@ -172,6 +172,10 @@ pub struct Args {
     /// DoRA: train the lengths of the adapted weights' rows too
     #[arg(long, conflicts_with = "adapter")]
     pub dora: bool,
+
+    /// One factor on the hidden side for all experts: the A of gate and up, the B of down
+    #[arg(long, conflicts_with_all = ["adapter", "dora"])]
+    pub shared_outer: bool,
 }
 
 /// How the ranks are laid out.
@@ -397,6 +401,7 @@ mod tests {
             &["--alpha", "8"],
             &["--separate"],
             &["--dora"],
+            &["--shared-outer"],
             &own,
         ] {
             let message = refusal(&[&["--adapter", "here"], flags].concat());

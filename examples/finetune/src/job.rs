@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer};
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, Sharing};
 use burn_moe_lora::checkpoint::{Checkpoint, Manifest};
 use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::{HubModel, PeftAdapter};
@@ -81,7 +81,11 @@ impl Job {
             (None, None) => AdapterPlan::New {
                 config: LoraConfig::new(args.rank, args.alpha)
                     .with_seed(args.seed)
-                    .with_dora(args.dora),
+                    .with_dora(args.dora)
+                    .with_sharing(match args.shared_outer {
+                        true => Sharing::SharedOuter,
+                        false => Sharing::PerExpert,
+                    }),
                 gate_up: match args.separate {
                     true => GateUpTargets::Separate,
                     false => GateUpTargets::Fused,
