@@ -169,6 +169,21 @@ impl Case {
         self.finish(&x, y.into_tensor(), &g, factors)
     }
 
+    /// The same with its input sharded over tokens: sequence parallel.
+    pub fn column_sequence<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Found {
+        let group = mesh.tp();
+        let mut linear: ColumnLinear<B, Tp> = self.base(mesh, device);
+        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        let sizes = sizes(group.size());
+        let x = self.x.pick_rows(range_of(&sizes, group.rank()));
+        let x = x.tensor_on(device, self.config.dtype).require_grad();
+        let input = group.shard_tokens(x.clone(), &sizes);
+        let y = linear.forward_sequence(input, &self.rows());
+        let g = shard(&self.g, Axis::Columns, group.rank(), group.size());
+        let factors = linear.adapters[0].trained_weights();
+        self.finish(&x, y.into_tensor(), &g, factors)
+    }
+
     /// Forward and backward of a row-parallel linear on one rank.
     pub fn row<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device, sum: Sum) -> Found {
         let group = mesh.tp();
@@ -274,6 +289,10 @@ pub enum Sum {
 
 /// The axes of a column-parallel linear's output, input gradient and factors.
 pub const COLUMN_AXES: [Axis; 4] = [Axis::Columns, Axis::Whole, Axis::Rows(1), Axis::Rows(1)];
+
+/// The same of one whose input is sharded over tokens.
+pub const COLUMN_SEQUENCE_AXES: [Axis; 4] =
+    [Axis::Columns, Axis::Tokens, Axis::Rows(1), Axis::Rows(1)];
 
 /// The axes of a row-parallel linear's.
 pub fn row_axes(sum: Sum) -> [Axis; 4] {

@@ -5,16 +5,17 @@
 //! of it, where `y` is sharded on its own slice.
 
 use burn::tensor::DType;
-use moe_lora_adapters::{Activation, LinearConfig, LoraConfig, RowLinear};
+use moe_lora_adapters::{Activation, ColumnLinear, Dropout, LinearConfig, LoraConfig, RowLinear};
 use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::RowGroups;
-use moe_lora_parallel::{CollectiveOp, GroupName, MockWorld, Partial, Tp};
+use moe_lora_parallel::{CollectiveOp, GroupName, MockWorld, Partial, Tp, range_of};
 use moe_lora_testkit::{
     Ad, Axis, Matrix, Mocked, assert_close, assert_far, mock, noise, oracle, ranks, relative_error,
     scale, shard, unshard,
 };
 use moe_lora_tests::dense::{
-    ALPHA, COLUMN_AXES, Case, D_IN, D_OUT, Found, RANK, Sum, TOKENS, parts, row_axes, sizes, tp,
+    ALPHA, COLUMN_AXES, COLUMN_SEQUENCE_AXES, Case, D_IN, D_OUT, Found, RANK, Sum, TOKENS, parts,
+    row_axes, sizes, tp,
 };
 use moe_lora_tests::shared_experts::{
     HIDDEN, MLP_REDUCTION, WAYS, data, mlp_case, shared_oracle, shared_results,
@@ -36,14 +37,43 @@ fn grid() -> Vec<(usize, LoraConfig)> {
 }
 
 #[test]
-fn column_parallel_linear_equals_the_folded_weight() {
+fn column_parallel_linear_equals_the_folded_weight_of_whole_and_of_sharded_tokens() {
     for (size, config) in grid() {
-        let case = Case::new(config);
-        let found = ranks(&mock(tp(size)), tp(size), |mesh| {
-            case.column(&mesh, &Default::default())
-        });
-        case.check("column", &found, COLUMN_AXES);
+        for config in [config, config.with_dropout(Dropout::before_a(0.5))] {
+            let case = Case::new(config);
+            let found = ranks(&mock(tp(size)), tp(size), |mesh| {
+                case.column(&mesh, &Default::default())
+            });
+            case.check("column", &found, COLUMN_AXES);
+            let found = ranks(&mock(tp(size)), tp(size), |mesh| {
+                case.column_sequence(&mesh, &Default::default())
+            });
+            case.check("column of tokens", &found, COLUMN_SEQUENCE_AXES);
+        }
     }
+}
+
+#[test]
+fn a_slice_of_the_gathered_tokens_gradient_is_a_rank_s_own_term_alone() {
+    let case = Case::new(LoraConfig::new(RANK, ALPHA).with_dtype(DType::F64));
+    // The gather that hands its cotangent on as a slice, in place of the reduce-scatter.
+    let found = ranks(&mock(tp(2)), tp(2), |mesh| {
+        let (group, device) = (mesh.tp(), Default::default());
+        let mut linear: ColumnLinear<Ad, Tp> = case.base(&mesh, &device);
+        case.load(linear.adapt("fc", &case.config, &device).unwrap(), &device);
+        let x = case.x.pick_rows(range_of(&sizes(2), group.rank()));
+        let x = x.tensor::<Ad>(DType::F64).require_grad();
+        let gathered = group.shard_tokens(x.clone(), &sizes(2)).gather_from();
+        let input = group.fanout(gathered.into_tensor());
+        let y = linear.forward(input, &RowGroups::whole(TOKENS));
+        let g = shard(&case.g, Axis::Columns, group.rank(), 2);
+        let factors = linear.adapters[0].trained_weights();
+        case.finish(&x, y.into_tensor(), &g, factors)
+    });
+    let y = unshard(&parts(&found, |f| &f.y), Axis::Columns);
+    assert_close("y", &y, &case.y, DType::F64, D_IN + RANK);
+    let dx = unshard(&parts(&found, |f| &f.dx), Axis::Tokens);
+    assert_far("dx", &dx, &case.grads.dx);
 }
 
 #[test]
@@ -184,9 +214,23 @@ fn linears_issue_the_collectives_of_the_table_with_r_columns_and_none_alone() {
     let column = [
         (AllGather, part.clone()),
         (ReduceScatter, low_rank.clone()),
-        (AllReduce, wide_in),
+        (AllReduce, wide_in.clone()),
     ];
     assert_eq!(calls(2, None), column);
+    // Over tokens, which the gradient of A needs once more.
+    let tokens = vec![sizes(2)[0], D_IN];
+    let world = mock(tp(2));
+    ranks(&world, tp(2), |mesh| {
+        case.column_sequence(&mesh, &Default::default())
+    });
+    let column_sequence = [
+        (AllGather, tokens.clone()),
+        (AllGather, part.clone()),
+        (ReduceScatter, low_rank.clone()),
+        (AllGather, tokens),
+        (ReduceScatter, wide_in.clone()),
+    ];
+    assert_eq!(calls_of(&world), column_sequence);
     let here = [
         (AllReduce, wide_out.clone()),
         (AllReduce, low_rank.clone()),
@@ -260,18 +304,36 @@ fn shared_experts_equal_the_folded_weights_gated_or_not_ordinary_overlapped_and_
 }
 
 #[test]
-fn overlap_and_sequence_parallelism_change_no_result_of_a_shared_expert_at_tp_2() {
-    let case = mlp_case(GateUpTargets::Fused, LoraConfig::new(RANK, ALPHA));
-    let mlp = case.oracle(9).remove(0);
-    let [ordinary, overlapped, sequence] =
-        WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, None, 2, way));
-    for (k, ordinary) in ordinary.iter().enumerate() {
-        for other in [&overlapped[k], &sequence[k]] {
-            let error = relative_error(other, ordinary);
-            assert!(error <= 1e-6, "result {k} differs by {error:.1e}");
+fn overlap_and_sequence_parallelism_change_no_result_of_a_shared_expert() {
+    let gate = noise(10, 1, HIDDEN);
+    for gate_up in [GateUpTargets::Separate, GateUpTargets::Fused] {
+        for dora in [false, true] {
+            let config = LoraConfig::new(RANK, ALPHA).with_dora(dora);
+            let case = mlp_case(gate_up, config);
+            let mlp = case.oracle(9).remove(0);
+            for (size, gate) in [1, 2, 4]
+                .into_iter()
+                .flat_map(|p| [(p, None), (p, Some(&gate))])
+            {
+                let [ordinary, overlapped, sequence] =
+                    WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, gate, size, way));
+                for (k, ordinary) in ordinary.iter().enumerate() {
+                    for other in [&overlapped[k], &sequence[k]] {
+                        let error = relative_error(other, ordinary);
+                        assert!(
+                            error <= 1e-6,
+                            "tp={size}: result {k} differs by {error:.1e}"
+                        );
+                    }
+                }
+            }
         }
     }
 
+    let case = mlp_case(GateUpTargets::Fused, LoraConfig::new(RANK, ALPHA));
+    let mlp = case.oracle(9).remove(0);
+    let [ordinary, overlapped, _] =
+        WAYS.map(|way| shared_results::<Ad>(&Mocked, &case, &mlp, None, 2, way));
     // Negative control: the fault reported for overlap, a delta counted once a rank.
     let delta = |x: &Matrix| {
         let bare = oracle::Linear::new(mlp.down.weight().clone(), Vec::new());

@@ -15,8 +15,8 @@ use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeight
 use moe_lora_kernels::{
     Compute, DropoutKey, DropoutMask, Layout as Runs, RowGroups, dropout, shrink,
 };
-use moe_lora_parallel::{ExpertTp, Group, Mesh};
-use moe_lora_testkit::noise;
+use moe_lora_parallel::{ExpertTp, Group, Mesh, TopologyConfig, Tp};
+use moe_lora_testkit::{mock, noise, ranks};
 
 type B = Autodiff<Flex>;
 
@@ -101,6 +101,7 @@ fn layer<B: AdapterBackend>(k: usize, mesh: &Mesh<B>) -> MoeLayer<B> {
 fn recompute_saves_the_activations_of_blocks_and_of_adapters() {
     blocks();
     an_adapter_with_dropout();
+    a_sequence_parallel_input();
 }
 
 fn blocks() {
@@ -153,6 +154,51 @@ fn balanced() -> usize {
         });
         y.powi_scalar(2).sum().backward()
     })
+}
+
+/// What two ranks keep of tokens that each has half of, beside the outputs.
+fn a_sequence_parallel_input() {
+    let topology = TopologyConfig::new(2).with_tp(2).init().unwrap();
+    let base = WeightLayout {
+        experts: None,
+        d_out: 4,
+        d_in: F,
+        fragments: 1,
+        axis: ShardAxis::Out,
+        rank: 0,
+        ranks: 2,
+    };
+    let kept = |again: bool| {
+        let bytes = ranks(&mock(topology), topology, |mesh| {
+            let (group, device) = (mesh.tp(), Default::default());
+            let config = LoraConfig::new(2, 4.0);
+            let lora: ColumnLora<B, Tp> = Lora::init("linear", &config, &base, &device).unwrap();
+            let x = Tensor::<B, 2>::from_inner(random(F)).require_grad();
+            let x = x.narrow(0, 0, TOKENS / 2);
+            let sizes = [TOKENS / 2; 2];
+            assert!(mesh.all(true));
+            let before = NOW.load(Ordering::Relaxed);
+            assert!(mesh.all(true));
+            let x = group.shard_tokens(x.clone(), &sizes);
+            let x = match again {
+                true => x.gather_fanout_again(),
+                false => x.gather_fanout(),
+            };
+            let _delta = lora.forward(x, &RowGroups::whole(TOKENS));
+            assert!(mesh.all(true));
+            let after = NOW.load(Ordering::Relaxed);
+            assert!(mesh.all(true));
+            after - before
+        });
+        bytes[0]
+    };
+    let (plain, again) = (kept(false), kept(true));
+    println!("sequence parallel: {plain} bytes kept by two ranks, {again} gathered again");
+    let gathered = 2 * TOKENS * F * F32;
+    assert!(
+        plain - again > gathered / 10 * 9,
+        "{plain} and {again} bytes"
+    );
 }
 
 fn an_adapter_with_dropout() {

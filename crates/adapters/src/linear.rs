@@ -322,6 +322,16 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
         }
     }
 
+    /// `[sizes[rank], d_in] -> [T, d_out / P]`: sequence parallel. The rows are those of all ranks'
+    /// tokens, which are gathered here and, where the backward pass needs them, there again.
+    ///
+    /// # Panics
+    ///
+    /// When shapes or row groups do not match, or when a collective fails.
+    pub fn forward_sequence(&self, x: Sharded<B, G, Tokens>, rows: &RowGroups) -> Sharded<B, G> {
+        self.forward(x.gather_fanout_again(), rows)
+    }
+
     /// As [`forward`](Self::forward), the fragments one by one: `N` of `[T, d_out / N / P]`.
     ///
     /// # Panics

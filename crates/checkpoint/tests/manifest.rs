@@ -23,7 +23,7 @@ fn a_manifest_reads_as_this() {
     {
       "format": "moe-lora-checkpoint",
       "version": 1,
-      "crc32": "6e2eac7c",
+      "crc32": "19bff78f",
       "contents": {
         "generation": 1,
         "step": 15,

@@ -64,6 +64,7 @@ impl<B: AdapterBackend> SharedExperts<B> {
     }
 
     /// Sequence parallel: this rank's tokens `[sizes[rank], H]`, whose ids `tokens` has, to the same.
+    /// Those of the other ranks are gathered, and for the backward pass again rather than kept.
     ///
     /// # Panics
     ///
@@ -75,7 +76,7 @@ impl<B: AdapterBackend> SharedExperts<B> {
     ) -> Sharded<B, Tp, Tokens> {
         let sizes = x.sizes().to_vec();
         let tokens = tokens.map(|tokens| gather(x.group(), tokens, &sizes));
-        self.forward_overlapped(x.gather_fanout(), tokens.as_ref())
+        self.forward_overlapped(x.gather_fanout_again(), tokens.as_ref())
             .reduce_scatter(&sizes)
     }
 }

@@ -8,7 +8,11 @@ use burn::backend::Autodiff;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Slice, Tensor, TensorMetadata, TensorPrimitive};
-use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn_autodiff::NodeId;
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::retro_forward::RetroForward;
+use burn_autodiff::checkpoint::state::BackwardStates;
+use burn_autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
 
@@ -199,6 +203,16 @@ pub trait ParallelBackend: Backend {
         backward: &Step<Self::Base>,
     ) -> FloatTensor<Self>;
 
+    /// As [`step`](Self::step), but under autodiff the result is not kept: where a backward pass needs
+    /// it, it runs `forward` again. On all ranks alike, as they have the same graph.
+    fn step_again(
+        x: FloatTensor<Self>,
+        forward: &Step<Self::Base>,
+        backward: &Step<Self::Base>,
+    ) -> FloatTensor<Self> {
+        Self::step(x, forward, backward)
+    }
+
     /// `base` with `shard` added to its columns `columns`, written in place where the backend
     /// allows. Backward: the cotangent for `base`, its columns for `shard`.
     fn add_columns(
@@ -234,6 +248,21 @@ impl<B: ParallelBackend> Backward<B, 1> for StepBackward {
     }
 }
 
+/// Runs the steps of a node once more in the backward pass.
+#[derive(Debug)]
+struct Again<B: ParallelBackend> {
+    input: NodeId,
+    steps: [Step<B::Base>; 2],
+}
+
+impl<B: ParallelBackend> RetroForward for Again<B> {
+    fn forward(&self, states: &mut BackwardStates, out_node: NodeId) {
+        let x = states.get_state::<FloatTensor<B>>(&self.input);
+        let [forward, backward] = &self.steps;
+        states.save(out_node, B::step(x, forward, backward));
+    }
+}
+
 #[derive(Debug)]
 struct AddColumnsBackward;
 
@@ -265,7 +294,7 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
         forward: &Step<Self::Base>,
         backward: &Step<Self::Base>,
     ) -> FloatTensor<Self> {
-        // Compute bound: a recomputed collective would be one call more than the other ranks make.
+        // Compute bound: a checkpoint strategy moves no collective. That is for the caller to ask.
         let prepared = StepBackward
             .prepare::<C>([x.node.clone()])
             .compute_bound()
@@ -273,6 +302,30 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
         let y = B::step(x.primitive, forward, backward);
         match prepared {
             OpsKind::Tracked(prep) => prep.finish([forward.clone(), backward.clone()], y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn step_again(
+        x: FloatTensor<Self>,
+        forward: &Step<Self::Base>,
+        backward: &Step<Self::Base>,
+    ) -> FloatTensor<Self> {
+        let steps = [forward.clone(), backward.clone()];
+        let again = Again::<B> {
+            input: x.node.id,
+            steps: steps.clone(),
+        };
+        // Whatever the strategy of the graph: the balanced one does as operations ask.
+        let prepared = StepBackward
+            .prepare::<BalancedCheckpointing>([x.node.clone()])
+            .memory_bound()
+            .retro_forward(again)
+            .parents([&x])
+            .stateful();
+        let y = B::step(x.primitive, forward, backward);
+        match prepared {
+            OpsKind::Tracked(prep) => prep.finish(steps, y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }
@@ -317,6 +370,33 @@ pub fn apply<B: ParallelBackend, G: GroupKind, const D: usize>(
     dim: usize,
     sizes: &Arc<[usize]>,
 ) -> Tensor<B, D> {
+    run(x, transition, group, dim, sizes, B::step)
+}
+
+/// As [`apply`], but the result is not kept for the backward pass, which runs the row's forward movement
+/// again where it needs it. Of an untracked `x` it is kept.
+///
+/// # Panics
+///
+/// As [`apply`].
+pub fn apply_again<B: ParallelBackend, G: GroupKind, const D: usize>(
+    x: Tensor<B, D>,
+    transition: Transition,
+    group: &Group<B, G>,
+    dim: usize,
+    sizes: &Arc<[usize]>,
+) -> Tensor<B, D> {
+    run(x, transition, group, dim, sizes, B::step_again)
+}
+
+fn run<B: ParallelBackend, G: GroupKind, const D: usize>(
+    x: Tensor<B, D>,
+    transition: Transition,
+    group: &Group<B, G>,
+    dim: usize,
+    sizes: &Arc<[usize]>,
+    steps: impl FnOnce(FloatTensor<B>, &Step<B::Base>, &Step<B::Base>) -> FloatTensor<B>,
+) -> Tensor<B, D> {
     if group.size() == 1 {
         return x;
     }
@@ -340,7 +420,7 @@ pub fn apply<B: ParallelBackend, G: GroupKind, const D: usize>(
         recv: sizes.clone(),
         collective: group.collective().clone(),
     };
-    tensor(B::step(
+    tensor(steps(
         primitive(x),
         &step(transition.forward),
         &step(transition.backward),

@@ -21,7 +21,7 @@ use burn::tensor::Tensor;
 
 use crate::region::{
     COPY_TO, EMBED, GATHER_FANOUT, GATHER_FROM, REDUCE_FANOUT, REDUCE_FROM, REDUCE_SCATTER,
-    SCATTER_TO, SLICE_FANOUT, add_into_columns, apply,
+    SCATTER_TO, SLICE_FANOUT, add_into_columns, apply, apply_again,
 };
 use crate::{Group, GroupKind, ParallelBackend, Transition, range_of};
 
@@ -279,6 +279,16 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
             Term::Whole(tensor) => tensor,
             Term::Embedded(tensor, sizes) => apply(tensor, EMBED, &self.group, 1, &sizes),
         }
+    }
+}
+
+impl<B: ParallelBackend, G: GroupKind> Sharded<B, G, Tokens> {
+    /// As [`gather_fanout`](Self::gather_fanout), but of the gathered rows none are kept for the
+    /// backward pass: where it needs them, it gathers them again. An all-gather more, `P` times less
+    /// memory. Rows without a gradient are kept.
+    pub fn gather_fanout_again(self) -> Fanout<B, G> {
+        let tensor = apply_again(self.tensor, GATHER_FANOUT, &self.group, 0, &self.sizes);
+        self.group.fanout(tensor)
     }
 }
 

@@ -853,6 +853,32 @@ fn inputs_gathered_for_every_rank_get_the_gradients_of_every_rank() {
 }
 
 #[test]
+fn rows_that_are_not_kept_are_gathered_once_more_where_the_backward_pass_needs_them() {
+    let squares = |y: Matrix| y.clone() * y.clone() + y.clone() * y;
+    let kept = gradients(2, [1.0, 4.0], |group: &ExpertGroup, x| {
+        squares(group.shard_tokens(x, &[1, 1]).gather_fanout().into_tensor())
+    });
+    let again = gradients(2, [1.0, 4.0], |group: &ExpertGroup, x| {
+        let x = group.shard_tokens(x, &[1, 1]);
+        squares(x.gather_fanout_again().into_tensor())
+    });
+    assert_eq!(numbers(&again.value), [8.0, 18.0, 8.0, 18.0]);
+    assert_eq!(numbers(&again.gradient), [40.0, 60.0]);
+    assert_eq!(numbers(&kept.gradient), [40.0, 60.0]);
+    use CollectiveOp::{AllGather, ReduceScatter};
+    for (ran, expected) in [
+        (kept, &[ReduceScatter][..]),
+        // Once for both products.
+        (again, &[AllGather, ReduceScatter]),
+    ] {
+        for calls in &ran.backward {
+            let ops: Vec<_> = calls.iter().map(|call| call.op).collect();
+            assert_eq!(ops, expected);
+        }
+    }
+}
+
+#[test]
 fn sizes_that_do_not_fit_name_the_operation_and_the_group() {
     for (row, sizes) in [
         (GATHER_FROM, vec![2, 1]),
