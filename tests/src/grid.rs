@@ -8,7 +8,7 @@ use moe_lora_adapters::{Activation, Dropout, LoraConfig, Sharing};
 use moe_lora_experts::{GateUpTargets, SharedConfig, WeighAt};
 use moe_lora_testkit::{Axis, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle};
 
-use crate::dense::{COLUMN_AXES, Sum, row_axes, tp};
+use crate::dense::{COLUMN_AXES, COLUMN_SEQUENCE_AXES, Sum, row_axes, tp};
 use crate::grouped::Kind;
 use crate::moe::Place;
 use crate::shared_experts::{MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared_results};
@@ -34,6 +34,8 @@ pub fn dense_linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dty
         let case = dense::Case::new(config);
         let found = ranks.run(tp(size), |mesh, device| case.column(mesh, device));
         case.check("column", &found, COLUMN_AXES);
+        let found = ranks.run(tp(size), |mesh, device| case.column_sequence(mesh, device));
+        case.check("column of tokens", &found, COLUMN_SEQUENCE_AXES);
         for sum in [Sum::Here, Sum::ByTheCaller, Sum::OverTokens] {
             let found = ranks.run(tp(size), |mesh, device| case.row(mesh, device, sum));
             case.check(&format!("row {sum:?}"), &found, row_axes(sum));

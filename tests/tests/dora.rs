@@ -20,7 +20,9 @@ use moe_lora_testkit::{
     central_differences, factors, mock, noise, oracle, panic_message, ranks, scale, shard, unshard,
     unshard_experts,
 };
-use moe_lora_tests::dense::{self, COLUMN_AXES, D_IN, D_OUT, Sum, TOKENS, row_axes, tp};
+use moe_lora_tests::dense::{
+    self, COLUMN_AXES, COLUMN_SEQUENCE_AXES, D_IN, D_OUT, Sum, TOKENS, row_axes, tp,
+};
 use moe_lora_tests::grouped::{self, COUNTS, KINDS, Kind, etp, groups};
 use moe_lora_tests::moe::{self, Place, place, shared};
 use moe_lora_tests::shared_experts::{
@@ -47,6 +49,8 @@ fn dense_linears_equal_the_weight_with_scaled_rows_column_row_and_replicated() {
                 let (mock, device) = (mock(tp(size)), Default::default());
                 let found = ranks(&mock, tp(size), |mesh| case.column(&mesh, &device));
                 case.check("column", &found, COLUMN_AXES);
+                let found = ranks(&mock, tp(size), |mesh| case.column_sequence(&mesh, &device));
+                case.check("column of tokens", &found, COLUMN_SEQUENCE_AXES);
                 for sum in [Sum::Here, Sum::ByTheCaller, Sum::OverTokens] {
                     let found = ranks(&mock, tp(size), |mesh| case.row(&mesh, &device, sum));
                     case.check(&format!("row {sum:?}"), &found, row_axes(sum));

@@ -29,7 +29,8 @@ pub struct SharedConfig {
     pub intermediate: usize,
     /// Whether a sigmoid gate weighs them.
     pub gated: bool,
-    /// Whether their collectives are issued around those of the dispatcher.
+    /// Whether their collectives are issued around those of the dispatcher. The tokens of the dense
+    /// group are then kept for the backward pass rather than gathered again there.
     pub overlap: bool,
 }
 

@@ -16,7 +16,7 @@ use crate::tokens::gather;
 /// One sum over the group brings the result together, and there are three ways to place it:
 /// [`forward`](Self::forward) makes it here, [`forward_overlapped`](Self::forward_overlapped)
 /// leaves it to the caller, who hides it behind the dispatcher's communication, and
-/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens. Adapters with dropout need the
+/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens and keeps the rank's own alone. Adapters with dropout need the
 /// ids of the tokens.
 #[derive(Module, Debug)]
 pub struct SharedExperts<B: Backend> {
