@@ -76,7 +76,8 @@ mod tests {
 
     #[test]
     fn formulas_become_mathml_and_code_stays() {
-        let page = render("Scale $`s = \\alpha / r`$, not `$x`.\n\n```math\nW + s B A\n```\n").unwrap();
+        let page =
+            render("Scale $`s = \\alpha / r`$, not `$x`.\n\n```math\nW + s B A\n```\n").unwrap();
         assert_eq!(page.matches("<math").count(), 2);
         assert_eq!(page.matches("display=\"block\"").count(), 1);
         assert!(page.contains("not `$x`"), "{page}");

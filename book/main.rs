@@ -3,6 +3,9 @@
 fn main() -> anyhow::Result<()> {
     let book = moe_lora_book::load()?;
     book.build()?;
-    println!("{}", book.build_dir_for("html").join("index.html").display());
+    println!(
+        "{}",
+        book.build_dir_for("html").join("index.html").display()
+    );
     Ok(())
 }

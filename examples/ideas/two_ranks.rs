@@ -37,11 +37,8 @@ fn main() -> Result<()> {
     let (one, two) = (on_ranks(1)?, on_ranks(2)?);
     assert_eq!(two[0], two[1]); // the same bits on both ranks
     assert_close(&two[0], &one[0]); // and what one device computes
-    println!(
-        "one rank:  {:?}\ntwo ranks: {:?}",
-        &one[0][..4],
-        &two[0][..4]
-    );
+    println!("one rank:  {:?}", &one[0][..4]);
+    println!("two ranks: {:?}", &two[0][..4]);
     Ok(())
 }
 // ANCHOR_END: all
