@@ -81,17 +81,19 @@ fn page() -> String {
     let mut page = String::from(
         "# Every message\n\n\
          <!-- Generated: UPDATE_BOOK=1 cargo test -p moe-lora-book --test messages -->\n\n\
-         Errors by crate, each with example values, what it means and, where the message ends in it, what to do.\n\
-         Search for words of yours without its numbers and names.\n",
+         Errors with example values, what they mean and, after the arrow, what their brackets say of the way out.
+\
+         Search for words of yours without its numbers and names.
+",
     );
     for these in examples::all() {
         page += &section(&these);
     }
     page += "\n## Panics of a forward or backward pass\n\n\
-             Shapes and uses that do not fit. `{}` stands for values.\n\n";
+             Shapes and uses that do not fit. Braces stand for values.\n\n";
     page += &templates(&sources::panics());
     page += "\n## Messages of the commands\n\n\
-             Of `finetune` and `moe-lora`, beside the errors above.\n\n";
+             Of `finetune` and `moe-lora`, beside the errors above. Braces stand for values.\n\n";
     page += &templates(&sources::commands());
     page
 }
@@ -119,7 +121,7 @@ fn section(these: &Examples) -> String {
         let (what, remedy) = split_remedy(message);
         text += &format!("- {}  \n  {}", code(what), variant.doc);
         if let Some(remedy) = remedy {
-            text += &format!(" **Do:** {remedy}.");
+            text += &format!(" → {}", plain(remedy));
         }
         text += "\n";
     }
@@ -140,7 +142,11 @@ fn split_remedy(message: &str) -> (&str, Option<&str>) {
         }
         if depth == 0 {
             let remedy = &message[at + 1..message.len() - 1];
-            return (message[..at].trim_end(), Some(remedy));
+            // That of the operating system is no remedy.
+            return match remedy.starts_with("os error") {
+                true => (message, None),
+                false => (message[..at].trim_end(), Some(remedy)),
+            };
         }
     }
     (message, None)
@@ -150,11 +156,21 @@ fn templates(messages: &[String]) -> String {
     let line = |message: &String| {
         let (what, remedy) = split_remedy(message);
         match remedy {
-            Some(remedy) => format!("- {}  \n  **Do:** {}.\n", code(what), plain(remedy)),
+            Some(remedy) => format!("- {}  \n  → {}\n", code(what), plain(remedy)),
             None => format!("- {}\n", code(what)),
         }
     };
-    messages.iter().map(line).collect()
+    messages
+        .iter()
+        .filter(|message| says_something(message))
+        .map(line)
+        .collect()
+}
+
+/// Whether there are words to search for beside the values.
+fn says_something(message: &str) -> bool {
+    let words = split_remedy(message).0.split_whitespace();
+    words.filter(|word| !word.contains('{')).count() > 2
 }
 
 /// A remedy with its backticks, and without what Markdown would take for markup.

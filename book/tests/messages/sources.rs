@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use regex::Regex;
 use syn::punctuated::Punctuated;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Expr, ExprLit, Item, ItemFn, ItemMod, Lit, Macro, Meta, Token};
@@ -161,7 +162,9 @@ fn doc(attributes: &[Attribute]) -> String {
             _ => None,
         });
     let lines: Vec<String> = lines.map(|line| line.trim().to_owned()).collect();
-    lines.join(" ")
+    // Links of the API documentation lead nowhere here.
+    let link = Regex::new(r"\[([^\]]+)\](\([^)]*\))?").expect("it is a regex");
+    link.replace_all(&lines.join(" "), "$1").into_owned()
 }
 
 fn syntax(source: &str) -> syn::File {

@@ -61,8 +61,8 @@ fn adapter() -> Vec<AdapterError> {
         AdapterError::Dropout { probability: 1.0 },
         AdapterError::unknown_target("down_prj", &[DOWN]),
         AdapterError::AlreadyAdapted {
-            path: path(),
-            other: path(),
+            path: "mlp.experts.gate_proj".into(),
+            other: "mlp.experts.gate_up_proj".into(),
         },
         AdapterError::NoTargets,
         AdapterError::Unmergeable {

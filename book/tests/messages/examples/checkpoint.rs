@@ -23,7 +23,7 @@ pub fn all() -> Vec<Examples> {
 fn checkpoint() -> Vec<CheckpointError> {
     let (key, path) = (|| KEY.to_owned(), || "saved/manifest.json".into());
     let shard = || format!("saved/{FIRST}").into();
-    let [here, there] = ["ep 0, etp 0", "ep 0, etp 1"].map(str::to_owned);
+    let [here, there] = ["ep0-etp0-dp0", "ep0-etp1-dp0"].map(str::to_owned);
     let missing = || FileError::Io {
         action: "open",
         path: shard(),
@@ -146,7 +146,7 @@ fn checkpoint() -> Vec<CheckpointError> {
         },
         CheckpointError::MissingPart {
             place: there.clone(),
-            path: "saved/part".into(),
+            path: "saved/g3-ep0-etp1-dp0.part.json",
         },
         CheckpointError::Disagreement {
             place: there.clone(),

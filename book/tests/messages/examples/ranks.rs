@@ -83,7 +83,7 @@ fn collective() -> Vec<CollectiveError> {
             op,
             group,
             rank,
-            sizes: "sizes [2, 3] of extent 6".into(),
+            sizes: "reduce_scatter, [2, 3] of extent 6".into(),
         },
         CollectiveError::Transport {
             op,
