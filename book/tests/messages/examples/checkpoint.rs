@@ -146,7 +146,7 @@ fn checkpoint() -> Vec<CheckpointError> {
         },
         CheckpointError::MissingPart {
             place: there.clone(),
-            path: "saved/g3-ep0-etp1-dp0.part.json",
+            path: "saved/g3-ep0-etp1-dp0.part.json".into(),
         },
         CheckpointError::Disagreement {
             place: there.clone(),
