@@ -3,9 +3,7 @@
 fn main() -> anyhow::Result<()> {
     let book = moe_lora_book::load()?;
     book.build()?;
-    println!(
-        "{}",
-        book.build_dir_for("html").join("index.html").display()
-    );
+    let page = book.build_dir_for("html").join("index.html");
+    println!("{}", page.canonicalize()?.display());
     Ok(())
 }
