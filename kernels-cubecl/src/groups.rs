@@ -120,6 +120,35 @@ impl RowGroups {
         Self::from_offsets(vec![0, rows], rows)
     }
 
+    /// The same rows, each `groups` neighbouring groups as one.
+    ///
+    /// # Panics
+    ///
+    /// When the number of groups is no multiple.
+    pub fn joined(&self, groups: usize) -> Self {
+        if groups == 1 {
+            return self.clone();
+        }
+        assert!(
+            self.experts().is_multiple_of(groups),
+            "{} groups are no multiple of {groups}",
+            self.experts()
+        );
+        let offsets = self.offsets.iter().step_by(groups).copied().collect();
+        Self {
+            tokens: self.tokens.clone(),
+            ..Self::from_offsets(offsets, self.all_rows)
+        }
+    }
+
+    /// The same rows as one group; padding stays padding.
+    pub fn merged(&self) -> Self {
+        Self {
+            tokens: self.tokens.clone(),
+            ..Self::from_offsets(vec![0, self.rows()], self.all_rows)
+        }
+    }
+
     fn from_offsets(offsets: Vec<usize>, all_rows: usize) -> Self {
         Self {
             offsets: offsets.into(),
@@ -142,17 +171,6 @@ impl RowGroups {
             #[cfg(feature = "cubecl")]
             uploaded: Arc::default(),
             ..self
-        }
-    }
-
-    /// The same rows as one group; padding stays padding.
-    pub fn joined(&self) -> Self {
-        if self.experts() == 1 {
-            return self.clone();
-        }
-        Self {
-            tokens: self.tokens.clone(),
-            ..Self::from_offsets(vec![0, self.rows()], self.all_rows)
         }
     }
 
@@ -220,11 +238,14 @@ mod tests {
     }
 
     #[test]
-    fn joined_groups_keep_tokens_and_padding() {
-        let groups = RowGroups::padded(&[1, 0, 2], 5).unwrap();
-        let joined = groups.with_tokens(TokenIds::new(3, [7, 9, 8])).joined();
-        assert_eq!((joined.offsets(), joined.all_rows()), (&[0, 3][..], 5));
-        assert_eq!(joined.tokens().unwrap().ids(), [7, 9, 8]);
+    fn joined_groups_have_the_rows_and_tokens_of_all_of_them() {
+        let groups = RowGroups::padded(&[1, 0, 2, 3], 8).unwrap();
+        let groups = groups.with_tokens(TokenIds::new(0, 10..16));
+        let joined = groups.joined(2);
+        assert_eq!(joined.offsets(), [0, 1, 6]);
+        assert_eq!(joined.all_rows(), 8);
+        assert_eq!(joined.tokens(), groups.tokens());
+        assert_eq!(groups.merged().offsets(), [0, 6]);
     }
 
     #[test]

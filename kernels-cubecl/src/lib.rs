@@ -29,4 +29,4 @@ pub use dropout::{DropoutKey, DropoutMask, add_dropped, dropout, shrink_dropped}
 pub use groups::{GroupError, RowGroups};
 pub use low_rank::{Expanded, Layout, expand, expand_into, shrink};
 pub use strategy::{Compute, Strategy};
-pub use tokens::TokenIds;
+pub use tokens::{Slot, TokenIds, fnv1a};

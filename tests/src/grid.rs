@@ -12,7 +12,7 @@ use crate::dense::{COLUMN_AXES, COLUMN_SEQUENCE_AXES, Sum, row_axes, tp};
 use crate::grouped::Kind;
 use crate::moe::Place;
 use crate::shared_experts::{MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared_results};
-use crate::{dense, grouped, moe};
+use crate::{dense, grouped, moe, multi};
 
 const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
 
@@ -155,6 +155,30 @@ pub fn layers_with_dropout<B: TrainingBackend>(
                     };
                     case.check(ranks, place);
                 }
+            }
+        }
+    }
+}
+
+/// Whole layers with several named adapters, one of them without tokens and tokens without one.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn layers_with_named_adapters<B: TrainingBackend>(
+    ranks: &impl Ranks<B>,
+    places: &[Place],
+    dtype: DType,
+) {
+    for place in places {
+        for gate_up in GATE_UP {
+            for (weigh_at, shared) in kinds_of_layers() {
+                let case = multi::case(moe::Case {
+                    weigh_at,
+                    shared,
+                    ..moe::case(Sharing::PerExpert, gate_up, dtype)
+                });
+                case.check(ranks, place);
             }
         }
     }

@@ -8,4 +8,5 @@ pub mod dropout;
 pub mod grid;
 pub mod grouped;
 pub mod moe;
+pub mod multi;
 pub mod shared_experts;

@@ -135,7 +135,8 @@ impl Case {
         }
     }
 
-    fn shared_mlp(&self) -> MlpCase {
+    /// The shared experts.
+    pub fn shared_mlp(&self) -> MlpCase {
         MlpCase {
             intermediate: SHARED_INTERMEDIATE,
             experts: 1,
@@ -157,7 +158,8 @@ impl Case {
         }
     }
 
-    fn data(&self, tokens: usize) -> (Matrix, Matrix) {
+    /// Input and cotangent of all tokens, smaller in half precision.
+    pub fn data(&self, tokens: usize) -> (Matrix, Matrix) {
         let (x, g) = data(tokens);
         match self.config.dtype {
             DType::F16 | DType::BF16 => (x.scaled(0.25), g),
@@ -325,11 +327,16 @@ impl Case {
     /// What one device makes of it.
     pub fn expected(&self, moe: &oracle::Moe, tokens: usize) -> Outcome {
         let (x, g) = self.data(tokens);
+        self.expected_of(moe, [&x, &g])
+    }
+
+    /// What one device makes of this input and cotangent.
+    pub fn expected_of(&self, moe: &oracle::Moe, [x, g]: [&Matrix; 2]) -> Outcome {
         let (y, grads) = match self.config.dropout {
-            None => (moe.forward(&x), moe.backward(&x, &g)),
+            None => (moe.forward(x), moe.backward(x, g)),
             Some(_) => {
                 let paths = ["moe.experts", "moe.shared_expert"];
-                dropout::layer(moe, &self.config, self.gate_up, paths, [&x, &g])
+                dropout::layer(moe, &self.config, self.gate_up, paths, [x, g])
             }
         };
         let by_expert: Vec<Vec<Matrix>> = grads

@@ -32,4 +32,5 @@ fn layers_are_within_a_hundredth_in_bf16() {
     let places = [moe::place(1, 1, 1, &[9]), moe::place(2, 1, 2, &[4, 5])];
     grid::layers::<Ad>(&Mocked, &places, DType::BF16);
     grid::layers_with_dropout::<Ad>(&Mocked, &places, DType::BF16);
+    grid::layers_with_named_adapters::<Ad>(&Mocked, &places, DType::BF16);
 }

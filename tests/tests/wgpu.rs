@@ -67,6 +67,15 @@ fn layers_with_dropout_are_exact() {
 }
 
 #[test]
+fn layers_with_named_adapters_are_exact() {
+    let Some(_alone) = adapter() else { return };
+    let places = [place(1, 2, 2, &[3, 1, 4, 1])];
+    grid::layers_with_named_adapters::<Autodiff<Plain>>(&Mocked, &places, DType::F32);
+    let places = [place(1, 1, 2, &[4, 5])];
+    grid::layers_with_named_adapters::<Autodiff<Fused>>(&Mocked, &places, DType::F32);
+}
+
+#[test]
 fn expert_linears_are_exact() {
     let Some(_alone) = adapter() else { return };
     for kind in [Kind::Column, Kind::Row] {

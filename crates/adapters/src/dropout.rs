@@ -1,11 +1,10 @@
 //! Dropout of an adapter in training, the same at every topology.
 
 use burn::tensor::backend::Backend;
-use moe_lora_kernels::{DropoutKey, DropoutMask, RowGroups};
+use moe_lora_kernels::{DropoutKey, DropoutMask, RowGroups, fnv1a};
 use moe_lora_parallel::GroupKind;
 use serde::{Deserialize, Serialize};
 
-use crate::init::fnv1a;
 use crate::{Lora, Placement};
 
 /// Dropout of an adapter. What is kept is divided by `1 - probability`.
@@ -72,7 +71,11 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
                 dropout.probability
             );
         }
-        let expert = self.first_expert().unwrap_or(0);
+        let (rows, expert) = match self.first_expert() {
+            Some(first) => (self.rows_of_experts(rows), first),
+            // Groups mean nothing to a weight of all rows.
+            None => (rows.merged(), 0),
+        };
         let key = DropoutKey {
             seed: self.config().seed,
             layer: fnv1a(self.path()),
@@ -81,7 +84,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             DropoutAt::BeforeA => std::iter::once(self.a.layout().columns()).collect(),
             DropoutAt::AfterB => self.b.layout().rows(),
         };
-        let mask = DropoutMask::new(dropout.probability, key, rows);
+        let mask = DropoutMask::new(dropout.probability, key, &rows);
         Some(mask.with_first_expert(expert).with_features(&features))
     }
 }

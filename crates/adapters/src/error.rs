@@ -79,6 +79,82 @@ pub enum AdapterError {
         /// The linear that has one.
         other: String,
     },
+    /// A name that paths cannot hold.
+    #[error(
+        "adapter name {name:?} is not one of letters, digits, \"_\" and \"-\" (choose one such as \"customer-7\")"
+    )]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A name, or its slot, that is taken.
+    #[error(
+        "{path}: adapter {name:?} is {other:?} already (choose another name, or remove that one)"
+    )]
+    NameTaken {
+        /// The linear.
+        path: String,
+        /// The name asked for.
+        name: String,
+        /// The adapter with the same slot.
+        other: String,
+    },
+    /// A name that no adapter has.
+    #[error("no adapter is named {name:?}{hint} (known: {})", listed(known))]
+    UnknownName {
+        /// The name.
+        name: String,
+        /// A near name.
+        hint: String,
+        /// The names.
+        known: Vec<String>,
+    },
+    /// Adapters that do not fit one product.
+    #[error(
+        "adapter {name:?} has {setting} {found}, {other:?} has {expected} (the adapters of one linear run in one product: give them the same {setting})"
+    )]
+    Unlike {
+        /// The new adapter.
+        name: String,
+        /// One that is there.
+        other: String,
+        /// What differs.
+        setting: &'static str,
+        /// Of the new adapter.
+        found: String,
+        /// Of the one that is there.
+        expected: String,
+    },
+    /// A weighted sum with an adapter that has DoRA.
+    #[error(
+        "{path}: the lengths of rows that {name:?} has with DoRA are those of W + s B A, not of a sum with others (combine adapters without DoRA)"
+    )]
+    CombinedDora {
+        /// The linear.
+        path: String,
+        /// The adapter.
+        name: String,
+    },
+    /// A weighted sum of nothing, or with a weight that is no number.
+    #[error(
+        "combination {name:?} has weights {weights:?} (give each adapter of the sum a finite weight, and at least one)"
+    )]
+    Weights {
+        /// The combination.
+        name: String,
+        /// The weights.
+        weights: Vec<f64>,
+    },
+    /// Several adapters where one is merged.
+    #[error(
+        "{path}: adapters {names:?} serve different tokens, so no one weight has them all (merge one of them with merge_named)"
+    )]
+    Several {
+        /// The linear.
+        path: String,
+        /// The adapters.
+        names: Vec<String>,
+    },
     /// No targets at all.
     #[error("no targets given (name linears such as \"*.experts.down_proj\")")]
     NoTargets,

@@ -1,6 +1,7 @@
 //! Initial values as a pure function of the element, so that every topology starts from the same
 //! full tensors.
 
+use moe_lora_kernels::fnv1a;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
@@ -94,13 +95,6 @@ impl Stream {
         self.next = index + 1;
         self.rng.next_u64()
     }
-}
-
-/// A hash of the path that is the same on every platform and release.
-pub(crate) fn fnv1a(path: &str) -> u64 {
-    path.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }
 
 #[cfg(test)]

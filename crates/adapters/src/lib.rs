@@ -4,13 +4,15 @@
 //! be added in the same parallel state. [`Linear`] pairs a frozen weight with adapters placed to
 //! match: [`ColumnLora`] for column-parallel bases, [`RowLora`] for row-parallel ones, summed or
 //! suppressed, [`ReplicatedLora`] for the rest. Every factor is one weight for all rows or one an
-//! expert ([`Weight`]).
+//! expert ([`Weight`]). Several adapters with names serve one linear side by side, each row using the
+//! one of its token's slot ([`MultiLora`], [`NamedAdapters`]).
 //!
 //! No number here depends on the topology: not the scale, not the start values, not the merged
 //! weight.
 
 mod checkpoint;
 mod clip;
+mod combination;
 mod config;
 mod dora;
 mod dropout;
@@ -20,9 +22,13 @@ mod init;
 mod linear;
 mod lora;
 mod merge;
+mod multi;
+mod named;
 mod optimizer;
 mod recompute;
 mod shard;
+mod slots;
+mod stack;
 mod sync;
 mod targets;
 mod weight;
@@ -36,7 +42,9 @@ pub use gradient::{GradientPlan, GradientRow};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
-pub use moe_lora_kernels::{Activation, Compute, Strategy, TokenIds};
+pub use moe_lora_kernels::{Activation, Compute, Slot, Strategy, TokenIds};
+pub use multi::{MultiLora, NamedLora};
+pub use named::{NamedAdapters, NamedSet};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
 pub use recompute::Recompute;
 pub use shard::{ShardAxis, WeightLayout};

@@ -1,5 +1,6 @@
 //! Frozen linears with an adapter, one for each way the weight is placed.
 
+use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -15,9 +16,10 @@ use moe_lora_parallel::{
 
 use crate::dora::scale_columns;
 use crate::lora::size_name;
+use crate::stack::Stack;
 use crate::{
-    AdapterBackend, AdapterError, Column, Lora, LoraConfig, PlacedWeight, Placement, Row,
-    ShardAxis, TrainedWeight, Weight, WeightLayout, Whole,
+    AdapterBackend, AdapterError, Column, Lora, LoraConfig, MultiLora, PlacedWeight, Placement,
+    Row, ShardAxis, TrainedWeight, Weight, WeightLayout, Whole,
 };
 
 /// Shape and path of a linear.
@@ -120,6 +122,7 @@ impl LinearConfig {
             weight: PlacedWeight::new(weight, layout),
             bias: None,
             adapters: Vec::new(),
+            named: Vec::new(),
             path: self.path,
             fragments: self.fragments,
             place: PhantomData,
@@ -138,6 +141,8 @@ pub struct Linear<B: Backend, G: GroupKind, P: Placement> {
     pub bias: Option<PlacedWeight<B, G, P::Up>>,
     /// None, one for the whole output, or one a fragment.
     pub adapters: Vec<Lora<B, G, P>>,
+    /// In place of those, several a target, of which each token uses the one of its slot.
+    pub named: Vec<MultiLora<B, G, P>>,
     #[module(skip)]
     path: String,
     #[module(skip)]
@@ -206,14 +211,52 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
     ///
     /// # Errors
     ///
-    /// When the path is neither, when an adapter is already there, or when the config does not
-    /// fit.
+    /// When the path is neither, when an adapter is already there, one with a name included, or when
+    /// the config does not fit.
     pub fn adapt(
         &mut self,
         path: &str,
         config: &LoraConfig,
         device: &B::Device,
     ) -> Result<&mut Lora<B, G, P>, AdapterError> {
+        let base = self.base_of(path)?;
+        let named = self.named.iter().filter(|set| !set.adapters.is_empty());
+        let paths = self.adapters.iter().map(Lora::path);
+        self.check_free(path, paths.chain(named.map(MultiLora::path)))?;
+        self.adapters.push(Lora::init(path, config, &base, device)?);
+        Ok(self.adapters.last_mut().expect("one was pushed"))
+    }
+
+    /// Puts a new named adapter on the whole linear, or on the fragment of that path, beside others
+    /// with names. Rows then come with the slots of their tokens, sorted by slot, within the rows of an
+    /// expert where the linear has experts. See [`NamedAdapters`](crate::NamedAdapters) for what can be done with them.
+    ///
+    /// # Errors
+    ///
+    /// When the path is neither, when an adapter without a name is already there, or as
+    /// [`MultiLora::add`].
+    pub fn adapt_named(
+        &mut self,
+        path: &str,
+        name: &str,
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<&mut Lora<B, G, P>, AdapterError> {
+        let base = self.base_of(path)?;
+        let has_name = |set: &&MultiLora<B, G, P>| set.path() != path && set.get(name).is_some();
+        let paths = self.adapters.iter().map(Lora::path);
+        let named = self.named.iter().filter(has_name).map(MultiLora::path);
+        self.check_free(path, paths.chain(named))?;
+        let at = self.named.iter().position(|set| set.path() == path);
+        let at = at.unwrap_or_else(|| {
+            self.named.push(MultiLora::new(path));
+            self.named.len() - 1
+        });
+        self.named[at].add(name, config, &base, device)
+    }
+
+    /// The layout of the whole or of a fragment.
+    fn base_of(&self, path: &str) -> Result<WeightLayout, AdapterError> {
         let mut base = self.weight.layout().clone();
         if path != self.path {
             if !self.fragments.iter().any(|fragment| fragment == path) {
@@ -222,32 +265,52 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
             base.d_out /= base.fragments;
             base.fragments = 1;
         }
-        if let Some(other) = self
-            .adapters
-            .iter()
-            .find(|lora| lora.path() == path || lora.path() == self.path || path == self.path)
-        {
-            return Err(AdapterError::AlreadyAdapted {
+        Ok(base)
+    }
+
+    /// No other adapter changes rows of the target.
+    fn check_free<'a>(
+        &self,
+        path: &str,
+        mut others: impl Iterator<Item = &'a str>,
+    ) -> Result<(), AdapterError> {
+        let overlaps = |other: &&str| *other == path || *other == self.path || path == self.path;
+        match others.find(overlaps) {
+            None => Ok(()),
+            Some(other) => Err(AdapterError::AlreadyAdapted {
                 path: path.into(),
-                other: other.path().into(),
-            });
+                other: other.into(),
+            }),
         }
-        self.adapters.push(Lora::init(path, config, &base, device)?);
-        Ok(self.adapters.last_mut().expect("one was pushed"))
     }
 
-    /// The factors of every adapter, in order.
+    /// The factors of every adapter, in order. Those of disabled ones are not among them.
     pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
-        self.adapters
-            .iter()
-            .flat_map(Lora::trained_weights)
-            .collect()
+        let adapters = self.adapters.iter().flat_map(Lora::trained_weights);
+        let named = self.named.iter().flat_map(MultiLora::trained_weights);
+        adapters.chain(named).collect()
     }
 
-    /// The local output columns of an adapter's delta.
-    pub(crate) fn columns(&self, lora: &Lora<B, G, P>) -> Range<usize> {
+    /// What is added to the base: each adapter, the columns of its delta and its row groups.
+    fn adapters_of<'a>(
+        &'a self,
+        rows: &'a RowGroups,
+    ) -> impl Iterator<Item = (Cow<'a, Lora<B, G, P>>, Range<usize>, RowGroups)> {
+        let adapters = self.adapters.iter().map(|lora| {
+            let columns = self.columns(lora.path());
+            (Cow::Borrowed(lora), columns, rows.clone())
+        });
+        let named = self.named.iter().filter_map(|set| {
+            let (lora, rows) = set.stacked(rows)?;
+            Some((Cow::Owned(lora), self.columns(set.path()), rows))
+        });
+        adapters.chain(named)
+    }
+
+    /// The local output columns of the delta of an adapter at this path.
+    pub(crate) fn columns(&self, path: &str) -> Range<usize> {
         let [d_out, _] = self.weight.layout().local();
-        let fragment = self.fragments.iter().position(|path| path == lora.path());
+        let fragment = self.fragments.iter().position(|fragment| fragment == path);
         match fragment {
             None => 0..d_out,
             Some(fragment) => {
@@ -270,15 +333,61 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         let base = self.weight.weight.untracked();
         for at in 0..self.adapters.len() {
             // The rows of the weight are the columns of the output.
-            let rows = self.columns(&self.adapters[at]);
+            let rows = self.columns(self.adapters[at].path());
             let base = base.clone().slice_dim(1, rows);
             self.adapters[at].start_magnitude(base, group);
         }
+        for at in 0..self.named.len() {
+            let rows = self.columns(self.named[at].path());
+            for named in &mut self.named[at].adapters {
+                let base = base.clone().slice_dim(1, rows.clone());
+                named.lora.start_magnitude(base, group);
+            }
+        }
+    }
+
+    fn has_dora(&self) -> bool {
+        let named = self.named.iter().flat_map(|set| &set.adapters);
+        let named = named.filter(|named| named.is_enabled());
+        let mut loras = self.adapters.iter().chain(named.map(|named| &named.lora));
+        loras.any(|lora| lora.config().dora)
+    }
+
+    /// DoRA's factors of each output column that the rank has in the `B` of its adapters, and the rows
+    /// that they are of: those of [`whole_factors`](Self::whole_factors), and those of named adapters,
+    /// `[E * groups, d_out / P]`.
+    fn dora_factors(
+        &self,
+        group: &Group<B, G>,
+        rows: &RowGroups,
+    ) -> Vec<(Tensor<B, 2>, RowGroups)> {
+        let whole = self.whole_factors(group);
+        let mut factors: Vec<_> = whole.map(|of| (of, rows.clone())).into_iter().collect();
+        for set in &self.named {
+            let columns = self.columns(set.path());
+            let base = self.weight.weight.untracked();
+            let base = base.slice_dim(1, columns.clone());
+            let Some(stack) = Stack::of(set, rows) else {
+                continue;
+            };
+            let Some(of_set) = stack.dora_factors(base, group) else {
+                continue;
+            };
+            // Columns of other fragments stay as they are.
+            let [groups, _] = of_set.dims();
+            let place = (&of_set.device(), of_set.dtype());
+            let ones = |n: usize| (n > 0).then(|| Tensor::ones([groups, n], place));
+            let [d_out, _] = self.weight.layout().local();
+            let parts = [ones(columns.start), Some(of_set), ones(d_out - columns.end)];
+            let of_all = Tensor::cat(parts.into_iter().flatten().collect(), 1);
+            factors.push((of_all, stack.rows().clone()));
+        }
+        factors
     }
 
     /// DoRA's factor of each output column that the rank has in the `B` of its adapters,
     /// `[E, d_out / P]`, and 1 in those of adapters without DoRA. None without any.
-    fn dora_factors(&self, group: &Group<B, G>) -> Option<Tensor<B, 2>> {
+    fn whole_factors(&self, group: &Group<B, G>) -> Option<Tensor<B, 2>> {
         let dora = self.adapters.iter().find(|lora| lora.config().dora)?;
         let dtype = dora.magnitude_dtype();
         let base = self.weight.weight.untracked();
@@ -310,11 +419,11 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLinear<B, G> {
     pub fn forward<X: IsFanout<B, G>>(&self, x: X, rows: &RowGroups) -> Sharded<B, G> {
         let x = x.into_fanout();
         let mut y = self.weight.forward(x.clone(), rows);
-        for lora in &self.adapters {
-            y = lora.add_to(y, self.columns(lora), x.clone(), rows);
+        for (lora, columns, rows) in self.adapters_of(rows) {
+            y = lora.add_to(y, columns, x.clone(), &rows);
         }
-        if let Some(factors) = self.dora_factors(x.group()) {
-            y = y.map(|y| scale_columns(y, factors, rows));
+        for (factors, rows) in self.dora_factors(x.group(), rows) {
+            y = y.map(|y| scale_columns(y, factors, &rows));
         }
         match &self.bias {
             None => y,
@@ -372,14 +481,14 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
         rows: &RowGroups,
     ) -> Replicated<B, G> {
         let x = x.into_sharded();
-        if self.adapters.iter().any(|lora| lora.config().dora) {
+        if self.has_dora() {
             // The factors are on the terms, whose sum carries the delta along.
             return self.forward_suppressed(x, rows).reduce_from();
         }
         let y = self.weight.forward(x.clone(), rows);
         let mut y = self.add_bias(y, &x, rows).reduce_from();
-        for lora in &self.adapters {
-            y = y + lora.forward(x.clone(), rows).gather_from();
+        for (lora, _, rows) in self.adapters_of(rows) {
+            y = y + lora.forward(x.clone(), &rows).gather_from();
         }
         y
     }
@@ -396,13 +505,13 @@ impl<B: AdapterBackend, G: GroupKind> RowLinear<B, G> {
     ) -> Partial<B, G> {
         let x = x.into_sharded();
         let mut y = self.weight.forward(x.clone(), rows);
-        for lora in &self.adapters {
-            y = lora.add_to(y, x.clone(), rows);
+        for (lora, _, rows) in self.adapters_of(rows) {
+            y = lora.add_to(y, x.clone(), &rows);
         }
-        if let Some(factors) = self.dora_factors(x.group()) {
+        for (factors, rows) in self.dora_factors(x.group(), rows) {
             // Each rank's term gives a term of the factors' gradient: the gathered ones are `Fanout`.
             let factors = x.group().shard(factors).gather_fanout().into_tensor();
-            y = y.map_linear(|y| scale_columns(y, factors, rows));
+            y = y.map_linear(|y| scale_columns(y, factors, &rows));
         }
         self.add_bias(y, &x, rows)
     }
@@ -443,11 +552,11 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLinear<B, G> {
     pub fn forward<X: IsReplicated<B, G>>(&self, x: X, rows: &RowGroups) -> Replicated<B, G> {
         let x = x.into_replicated();
         let mut y = self.weight.forward(x.clone(), rows);
-        for lora in &self.adapters {
-            y = lora.add_to(y, x.clone(), rows);
+        for (lora, _, rows) in self.adapters_of(rows) {
+            y = lora.add_to(y, x.clone(), &rows);
         }
-        if let Some(factors) = self.dora_factors(x.group()) {
-            y = y.map(|y| scale_columns(y, factors, rows));
+        for (factors, rows) in self.dora_factors(x.group(), rows) {
+            y = y.map(|y| scale_columns(y, factors, &rows));
         }
         match &self.bias {
             None => y,

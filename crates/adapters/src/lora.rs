@@ -6,7 +6,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_kernels::{DropoutMask, RowGroups, add_dropped, dropout};
@@ -43,6 +43,9 @@ pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
     config: LoraConfig,
     #[module(skip)]
     first_expert: Option<usize>,
+    /// Row groups of an expert: one, or one for each of several stacked adapters.
+    #[module(skip)]
+    groups: usize,
     #[module(skip)]
     place: PhantomData<(G, P)>,
 }
@@ -153,8 +156,67 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             path: path.into(),
             config: *config,
             first_expert: base.experts.as_ref().map(|experts| experts.start),
+            groups: 1,
             place: PhantomData,
         })
+    }
+
+    /// An adapter on the same base that has `groups` row groups an expert, each with factors of its
+    /// own: `a [E * groups, r, d_in]` and `b [E * groups, d_out, r]` by local extents.
+    pub(crate) fn of_groups(
+        &self,
+        path: &str,
+        config: LoraConfig,
+        a: Tensor<B, 3>,
+        b: Tensor<B, 3>,
+        groups: usize,
+    ) -> Self {
+        // In the graph as they come: parameters of their own would be leaves.
+        let weight = |w| Weight::PerExpert(Param::initialized(ParamId::new(), w));
+        let lora = self.with_weights(path, config, weight(a), weight(b));
+        Self { groups, ..lora }
+    }
+
+    /// An adapter on the same base with these factors, trained from here on.
+    pub(crate) fn with_factors(
+        &self,
+        path: &str,
+        config: LoraConfig,
+        a: Tensor<B, 3>,
+        b: Tensor<B, 3>,
+    ) -> Self {
+        let [a_shared, b_shared] = config.sharing.factors(P::AXIS);
+        let weight = |w: Tensor<B, 3>, shared: bool| match self.first_expert.is_none() || shared {
+            true => Weight::One(Param::from_tensor(w.squeeze_dim(0))),
+            false => Weight::PerExpert(Param::from_tensor(w)),
+        };
+        self.with_weights(path, config, weight(a, a_shared), weight(b, b_shared))
+    }
+
+    fn with_weights(&self, path: &str, config: LoraConfig, a: Weight<B>, b: Weight<B>) -> Self {
+        let [a_shared, b_shared] = config.sharing.factors(P::AXIS);
+        let experts = |shared: bool| self.magnitude_layout.experts.clone().filter(|_| !shared);
+        let a_layout = WeightLayout {
+            experts: experts(a_shared),
+            d_out: config.rank,
+            ..self.a.layout().clone()
+        };
+        let b_layout = WeightLayout {
+            experts: experts(b_shared),
+            d_in: config.rank,
+            ..self.b.layout().clone()
+        };
+        Self {
+            a: PlacedWeight::new(a, a_layout),
+            b: PlacedWeight::new(b, b_layout),
+            magnitude: None,
+            magnitude_layout: self.magnitude_layout.clone(),
+            path: path.into(),
+            config,
+            first_expert: self.first_expert,
+            groups: 1,
+            place: PhantomData,
+        }
     }
 
     /// Path of the linear.
@@ -172,13 +234,20 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         self.first_expert
     }
 
-    /// The groups of `all` rows. They mean nothing to a base without experts: its rows are one.
+    /// The groups of `all` rows. They mean nothing to a base without experts, whose rows are one, unless
+    /// they are those of stacked adapters.
     fn rows(&self, rows: &RowGroups, all: usize) -> RowGroups {
         match (self.first_expert, rows.tokens()) {
             (Some(_), _) => rows.clone(),
-            (None, Some(_)) => rows.joined(),
+            (None, Some(_)) if self.groups > 1 => rows.clone(),
+            (None, Some(_)) => rows.merged(),
             (None, None) => RowGroups::whole(all),
         }
+    }
+
+    /// Rows by expert of rows by group.
+    pub(crate) fn rows_of_experts(&self, rows: &RowGroups) -> RowGroups {
+        rows.joined(self.groups)
     }
 
     /// Takes the local part of full factors, `a [E, r, d_in]` and `b [E, d_out, r]` in row-major
@@ -258,6 +327,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
         let trained = |factor, weight, layout, shared_by_experts| TrainedWeight {
             path: format!("{}.{factor}", self.path),
             linear: &self.path,
+            adapter: None,
             config: &self.config,
             weight,
             layout,
@@ -442,8 +512,10 @@ fn kept<B: AdapterBackend>(delta: Tensor<B, 2>, mask: Option<DropoutMask>) -> Te
 pub struct TrainedWeight<'a, B: Backend> {
     /// Path with `.lora_A`, `.lora_B` or `.lora_magnitude_vector` at its end.
     pub path: String,
-    /// Path of the linear.
+    /// Path of the linear, with the adapter's name at its end where it has one.
     pub linear: &'a str,
+    /// Name of the adapter where it is one of several.
+    pub adapter: Option<&'a str>,
     /// The adapter's settings.
     pub config: &'a LoraConfig,
     /// The local values.
@@ -456,4 +528,23 @@ pub struct TrainedWeight<'a, B: Backend> {
     pub shared_by_experts: bool,
     /// Whether files hold it without its axis of `d_in`, which is 1: a magnitude.
     pub is_vector: bool,
+}
+
+impl<B: Backend> TrainedWeight<'_, B> {
+    /// The same weight without the name of its adapter in its paths. Of one of several adapters, these
+    /// are saved as, and loaded from, a checkpoint of an adapter without a name.
+    pub fn unnamed(self) -> Self {
+        let Some(name) = self.adapter else {
+            return self;
+        };
+        let factor = self.path.strip_prefix(self.linear).unwrap_or_default();
+        let linear = self.linear.strip_suffix(name).unwrap_or(self.linear);
+        let linear = linear.strip_suffix('.').unwrap_or(linear);
+        Self {
+            path: format!("{linear}{factor}"),
+            linear,
+            adapter: None,
+            ..self
+        }
+    }
 }

@@ -4,7 +4,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_parallel::{Group, GroupKind};
 
-use crate::{Activation, AdapterBackend, AdapterError, Linear, Lora, Placement, ShardAxis};
+use crate::{
+    Activation, AdapterBackend, AdapterError, Linear, Lora, NamedAdapters, Placement, ShardAxis,
+};
 
 impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
     /// `W + s B A`, with DoRA its rows at the trained lengths, in the base's own sharding and dtype,
@@ -19,16 +21,54 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
     ///
     /// When a collective fails.
     pub fn merged_weight(&self, group: &Group<B, G>) -> Result<Tensor<B, 3>, AdapterError> {
+        let names = self.adapter_names();
+        if !names.is_empty() {
+            return Err(AdapterError::Several {
+                path: self.path().into(),
+                names,
+            });
+        }
+        let adapters = self.adapters.iter().map(|lora| (lora, lora.path()));
+        self.merged_with(adapters.collect(), group)
+    }
+
+    /// As [`merged_weight`](Self::merged_weight), with this one of the named adapters.
+    ///
+    /// # Errors
+    ///
+    /// When no adapter has the name, or when a function stands between its factors.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merged_weight_of(
+        &self,
+        name: &str,
+        group: &Group<B, G>,
+    ) -> Result<Tensor<B, 3>, AdapterError> {
+        self.slot(name)?;
+        let sets = self.named.iter();
+        let named = sets.filter_map(|set| Some((&set.get(name)?.lora, set.path())));
+        let others = self.adapters.iter().map(|lora| (lora, lora.path()));
+        self.merged_with(others.chain(named).collect(), group)
+    }
+
+    /// With these adapters on the whole or on fragments.
+    fn merged_with(
+        &self,
+        adapters: Vec<(&Lora<B, G, P>, &str)>,
+        group: &Group<B, G>,
+    ) -> Result<Tensor<B, 3>, AdapterError> {
         let base = self.weight.weight.untracked();
-        if self.adapters.is_empty() {
+        if adapters.is_empty() {
             return Ok(base);
         }
         let dtype = base.dtype();
         let [experts, _, d_in] = base.dims();
         let mut merged = in_f32(base);
-        for lora in &self.adapters {
+        for (lora, path) in adapters {
             let delta = lora.delta_weight(group)?;
-            let rows = self.columns(lora);
+            let rows = self.columns(path);
             let place = [0..experts, rows, 0..d_in];
             let sum = merged.clone().slice(place.clone()) + delta;
             let sum = lora.at_magnitudes(sum, group);
@@ -51,12 +91,33 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
     ///
     /// When a collective fails.
     pub fn merge(&mut self, group: &Group<B, G>) -> Result<Self, AdapterError> {
+        let weight = self.merged_weight(group)?;
+        Ok(self.put(weight))
+    }
+
+    /// As [`merge`](Self::merge), with the named adapter alone. The others are left out too.
+    ///
+    /// # Errors
+    ///
+    /// As [`merged_weight_of`](Self::merged_weight_of); nothing is changed then.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge_named(&mut self, name: &str, group: &Group<B, G>) -> Result<Self, AdapterError> {
+        let weight = self.merged_weight_of(name, group)?;
+        Ok(self.put(weight))
+    }
+
+    /// Puts a merged weight in place, without adapters.
+    fn put(&mut self, weight: Tensor<B, 3>) -> Self {
         let mut merged = self.clone();
-        if !self.adapters.is_empty() {
-            merged.weight.weight.replace(self.merged_weight(group)?);
+        if !self.adapters.is_empty() || !self.named.is_empty() {
+            merged.weight.weight.replace(weight);
             merged.adapters.clear();
+            merged.named.clear();
         }
-        Ok(std::mem::replace(self, merged))
+        std::mem::replace(self, merged)
     }
 
     /// Puts back what [`merge`](Self::merge) returned, to the bit. Subtracting the deltas would

@@ -86,6 +86,14 @@ impl AdapterError {
             known: known.iter().map(|path| path.as_ref().into()).collect(),
         }
     }
+
+    pub(crate) fn unknown_name(name: &str, known: Vec<String>) -> Self {
+        Self::UnknownName {
+            name: name.into(),
+            hint: hint(name, &known),
+            known,
+        }
+    }
 }
 
 /// The nearest last component among the known paths.

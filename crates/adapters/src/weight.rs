@@ -124,7 +124,7 @@ impl<B: GroupedBackend> Weight<B> {
     /// The row groups of its products: the experts' rows are one group to a factor that they share.
     fn groups(&self, rows: &RowGroups) -> RowGroups {
         match self {
-            Self::One(_) => rows.joined(),
+            Self::One(_) => rows.merged(),
             Self::PerExpert(_) => rows.clone(),
         }
     }

@@ -1,14 +1,16 @@
 //! Brings tokens to their experts and back: expert parallel all-to-all, then all-gather over the
 //! expert's tensor parallel ranks; reduce-scatter and all-to-all on the way back.
 
-use burn::tensor::{Int, Tensor, TensorData};
-use moe_lora_kernels::{GroupError, RowGroups, TokenIds};
+use burn::tensor::Tensor;
+use moe_lora_adapters::{Slot, TokenIds};
+use moe_lora_kernels::{GroupError, RowGroups};
 use moe_lora_parallel::region::{pad, unpad};
 use moe_lora_parallel::{
     Ep, ExpertTp, Fanout, Group, Mesh, ParallelBackend, Partial, Tokens, all_to_all, range_of,
 };
 
-use crate::tokens::exchange;
+use crate::order::{inverse, select, sorted_by};
+use crate::tokens::{exchange, travel};
 
 /// The way of one batch of tokens, known on the host before anything is sent.
 ///
@@ -112,8 +114,9 @@ impl<B: ParallelBackend> Dispatch<B> {
         })
     }
 
-    /// The same way of these tokens: [`rows`](Self::rows) then have their ids. Two exchanges of host
-    /// integers, as many as there are assignments.
+    /// The same way of these tokens: [`rows`](Self::rows) then have their ids, and lie by slot within
+    /// each expert where the tokens have slots. Two exchanges of host integers, as many as there are
+    /// assignments, and two more with slots.
     ///
     /// # Panics
     ///
@@ -125,19 +128,31 @@ impl<B: ParallelBackend> Dispatch<B> {
             self.order.len(),
             "number of token ids times top_k"
         );
-        let permuted: Vec<u64> = self.order.iter().map(|at| ids[at / self.top_k]).collect();
+        let order: Vec<usize> = self.order.iter().map(|at| at / self.top_k).collect();
         let sizes: Vec<usize> = self.sent.iter().map(|to| to.iter().sum()).collect();
-        let from_ep = exchange(&self.ep, &permuted, &sizes).into_iter();
-        let mine = from_ep
-            .zip(&self.sent)
-            .flat_map(|(ids, to)| ids[range_of(to, self.ep.rank())].to_vec());
-        let received: Vec<u64> = mine.collect();
-        let gathered = exchange(&self.etp, &received, &self.gathered).concat();
-        let sorted = match self.sorted.is_empty() {
-            true => vec![0], // the row of zeros
-            false => self.sorted.iter().map(|row| gathered[*row]).collect(),
-        };
-        self.rows = self.rows.with_tokens(TokenIds::new(tokens.step(), sorted));
+        let gathered = travel(tokens.pick(&order), |permuted| {
+            let from_ep = exchange(&self.ep, permuted, &sizes).into_iter();
+            let mine = from_ep
+                .zip(&self.sent)
+                .flat_map(|(ids, to)| ids[range_of(to, self.ep.rank())].to_vec());
+            exchange(&self.etp, &mine.collect::<Vec<_>>(), &self.gathered).concat()
+        });
+        if self.sorted.is_empty() {
+            // The row of zeros.
+            let row = TokenIds::new(tokens.step(), [0]);
+            let row = match tokens.slots() {
+                None => row,
+                Some(_) => row.with_slots([Slot::BASE]),
+            };
+            self.rows = self.rows.with_tokens(row);
+            return self;
+        }
+        if let Some(slots) = gathered.slots() {
+            for expert in 0..self.rows.experts() {
+                self.sorted[self.rows.range(expert)].sort_by_key(|row| slots[*row]);
+            }
+        }
+        self.rows = self.rows.with_tokens(gathered.pick(&self.sorted));
         self
     }
 
@@ -196,42 +211,5 @@ impl<B: ParallelBackend> Dispatch<B> {
             .reduce_scatter::<Tokens>(&self.gathered);
         let returned = all_to_all(summed.into_tensor(), &self.ep, &self.recv, self.to_ep());
         select(returned, &inverse(&self.order))
-    }
-}
-
-/// The stable order that sorts `keys`.
-fn sorted_by(keys: &[usize]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..keys.len()).collect();
-    order.sort_by_key(|at| keys[*at]);
-    order
-}
-
-fn inverse(order: &[usize]) -> Vec<usize> {
-    let mut inverse = vec![0; order.len()];
-    for (to, from) in order.iter().enumerate() {
-        inverse[*from] = to;
-    }
-    inverse
-}
-
-/// Row `i` of the result is row `rows[i]` of `x`.
-fn select<B: ParallelBackend>(x: Tensor<B, 2>, rows: &[usize]) -> Tensor<B, 2> {
-    let rows: Vec<i64> = rows.iter().map(|row| *row as i64).collect();
-    let rows =
-        Tensor::<B, 1, Int>::from_data(TensorData::new(rows.clone(), [rows.len()]), &x.device());
-    x.select(0, rows)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sorting_is_stable_and_its_inverse_restores() {
-        let keys = [2, 0, 1, 0, 2];
-        let order = sorted_by(&keys);
-        assert_eq!(order, [1, 3, 2, 0, 4]);
-        let restored: Vec<usize> = inverse(&order).iter().map(|at| order[*at]).collect();
-        assert_eq!(restored, [0, 1, 2, 3, 4]);
     }
 }

@@ -3,7 +3,9 @@
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_adapters::{AdapterBackend, AdapterError, LoraConfig, TokenIds, TrainedWeight};
+use moe_lora_adapters::{
+    AdapterBackend, AdapterError, LoraConfig, NamedAdapters, NamedSet, TokenIds, TrainedWeight,
+};
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
 use crate::tokens::gather;
@@ -251,19 +253,49 @@ impl<B: Backend> MoeLayer<B> {
         config: &LoraConfig,
         device: &B::Device,
     ) -> Result<(), ExpertsError> {
-        let known: Vec<String> = [GateUpTargets::Fused, GateUpTargets::Separate]
-            .into_iter()
-            .flat_map(|gate_up| self.targets(gate_up))
-            .collect();
-        if let Some(path) = paths.iter().find(|path| !known.contains(path)) {
-            // The same message as a pattern's that matches nothing, near name included.
-            return Err(AdapterError::unknown_target(path, &known).into());
-        }
+        self.check_paths(paths)?;
         self.experts.adapt(paths, config, device)?;
         if let Some(shared) = &mut self.shared {
             shared.mlp.adapt(paths, config, device)?;
         }
         Ok(())
+    }
+
+    /// Puts a named adapter on each of these linears, beside others with names. Each token then uses
+    /// the adapter of its slot, given to [`forward_tokens`](Self::forward_tokens) with its id. See
+    /// [`NamedAdapters`] for what can be done with adapters by name.
+    ///
+    /// # Errors
+    ///
+    /// When a path is none of this layer's, when a linear has an adapter of this name or one without a
+    /// name already, or when the config does not fit, see
+    /// [`MultiLora::add`](moe_lora_adapters::MultiLora::add). Unknown paths are found before anything is
+    /// changed.
+    pub fn adapt_named(
+        &mut self,
+        paths: &[String],
+        name: &str,
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<(), ExpertsError> {
+        self.check_paths(paths)?;
+        self.experts.adapt_named(paths, name, config, device)?;
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.adapt_named(paths, name, config, device)?;
+        }
+        Ok(())
+    }
+
+    fn check_paths(&self, paths: &[String]) -> Result<(), AdapterError> {
+        let known: Vec<String> = [GateUpTargets::Fused, GateUpTargets::Separate]
+            .into_iter()
+            .flat_map(|gate_up| self.targets(gate_up))
+            .collect();
+        match paths.iter().find(|path| !known.contains(path)) {
+            // The same message as a pattern's that matches nothing, near name included.
+            Some(path) => Err(AdapterError::unknown_target(path, &known)),
+            None => Ok(()),
+        }
     }
 
     /// The factors of every adapter, in an order that is the same on every rank.
@@ -307,7 +339,8 @@ impl<B: AdapterBackend> MoeLayer<B> {
     }
 
     /// As [`forward`](Self::forward), of tokens with these ids, one a row of `x`: what adapters with dropout
-    /// need. No two ranks bring the same id. The ids travel with the tokens, on the host.
+    /// need. No two ranks bring the same id. The ids travel with the tokens, on the host, and so do their
+    /// slots, which named adapters need.
     ///
     /// # Panics
     ///
@@ -397,6 +430,26 @@ impl<B: AdapterBackend> MoeLayer<B> {
         Ok(std::mem::replace(self, merged))
     }
 
+    /// As [`merge`](Self::merge), with the named adapter alone. The others are left out too.
+    ///
+    /// # Errors
+    ///
+    /// When no linear has the adapter, or a function stands between its factors; nothing is changed
+    /// then.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge_named(&mut self, name: &str, mesh: &Mesh<B>) -> Result<Self, ExpertsError> {
+        self.slot(name)?;
+        let mut merged = self.clone();
+        merged.experts.merge_present(name, mesh.expert_tp())?;
+        if let Some(shared) = &mut merged.shared {
+            shared.mlp.merge_present(name, mesh.tp())?;
+        }
+        Ok(std::mem::replace(self, merged))
+    }
+
     /// Puts back what [`merge`](Self::merge) returned, to the bit.
     ///
     /// # Panics
@@ -407,5 +460,18 @@ impl<B: AdapterBackend> MoeLayer<B> {
         if let (Some(shared), Some(original)) = (&mut self.shared, original.shared) {
             shared.mlp.unmerge(original.mlp);
         }
+    }
+}
+
+impl<B: Backend> NamedAdapters for MoeLayer<B> {
+    fn sets(&self) -> Vec<&dyn NamedSet> {
+        let shared = self.shared.iter().flat_map(|shared| shared.mlp.sets());
+        self.experts.sets().into_iter().chain(shared).collect()
+    }
+
+    fn sets_mut(&mut self) -> Vec<&mut dyn NamedSet> {
+        let shared = self.shared.iter_mut();
+        let shared = shared.flat_map(|shared| shared.mlp.sets_mut());
+        self.experts.sets_mut().into_iter().chain(shared).collect()
     }
 }

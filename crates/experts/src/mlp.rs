@@ -7,7 +7,8 @@ use burn::module::Module;
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::{
-    AdapterBackend, AdapterError, ColumnLinear, LinearConfig, LoraConfig, RowLinear, TrainedWeight,
+    AdapterBackend, AdapterError, ColumnLinear, Linear, LinearConfig, LoraConfig, NamedAdapters,
+    NamedSet, Placement, RowLinear, TrainedWeight,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::state::{IsFanout, IsSharded};
@@ -211,6 +212,31 @@ impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
         Ok(())
     }
 
+    /// Puts a named adapter on each of its linears whose path is among `paths`, as
+    /// [`Linear::adapt_named`](moe_lora_adapters::Linear::adapt_named); paths of other linears are left
+    /// alone.
+    ///
+    /// # Errors
+    ///
+    /// When a linear has an adapter of this name or one without a name already, or when the config
+    /// does not fit.
+    pub fn adapt_named(
+        &mut self,
+        paths: &[String],
+        name: &str,
+        config: &LoraConfig,
+        device: &B::Device,
+    ) -> Result<(), AdapterError> {
+        for path in paths {
+            if self.gate_up.targets().contains(&path.as_str()) {
+                self.gate_up.adapt_named(path, name, config, device)?;
+            } else if self.down.targets().contains(&path.as_str()) {
+                self.down.adapt_named(path, name, config, device)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The factors of every adapter, in order.
     pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
         let mut weights = self.gate_up.trained_weights();
@@ -291,6 +317,33 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
         Ok(std::mem::replace(self, merged))
     }
 
+    /// As [`merge`](Self::merge), with the named adapter alone. The others are left out too.
+    ///
+    /// # Errors
+    ///
+    /// When no linear has the adapter, or a function stands between its factors; nothing is changed
+    /// then.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn merge_named(&mut self, name: &str, group: &Group<B, G>) -> Result<Self, AdapterError> {
+        self.slot(name)?;
+        self.merge_present(name, group)
+    }
+
+    /// As [`merge_named`](Self::merge_named), also where no linear has the adapter.
+    pub(crate) fn merge_present(
+        &mut self,
+        name: &str,
+        group: &Group<B, G>,
+    ) -> Result<Self, AdapterError> {
+        let mut merged = self.clone();
+        merge_present(&mut merged.gate_up, name, group)?;
+        merge_present(&mut merged.down, name, group)?;
+        Ok(std::mem::replace(self, merged))
+    }
+
     /// Puts back what [`merge`](Self::merge) returned, to the bit.
     ///
     /// # Panics
@@ -299,5 +352,35 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
     pub fn unmerge(&mut self, original: Self) {
         self.gate_up.unmerge(original.gate_up);
         self.down.unmerge(original.down);
+    }
+}
+
+/// Merges the named adapter where the linear has it, and leaves the others out.
+fn merge_present<B: AdapterBackend, G: GroupKind, P: Placement>(
+    linear: &mut Linear<B, G, P>,
+    name: &str,
+    group: &Group<B, G>,
+) -> Result<(), AdapterError> {
+    match linear.slot(name) {
+        Ok(_) => {
+            linear.merge_named(name, group)?;
+        }
+        Err(_) => {
+            linear.named.clear();
+            linear.merge(group)?;
+        }
+    }
+    Ok(())
+}
+
+impl<B: Backend, G: GroupKind> NamedAdapters for SwigluMlp<B, G> {
+    fn sets(&self) -> Vec<&dyn NamedSet> {
+        [self.gate_up.sets(), self.down.sets()].concat()
+    }
+
+    fn sets_mut(&mut self) -> Vec<&mut dyn NamedSet> {
+        let mut sets = self.gate_up.sets_mut();
+        sets.extend(self.down.sets_mut());
+        sets
     }
 }

@@ -8,16 +8,16 @@ use moe_lora_adapters::AdapterBackend;
 use moe_lora_kernels::{RowGroups, TokenIds, linear};
 use moe_lora_parallel::{Fanout, Partial, Replicated, Sharded, Tokens, Tp};
 
-use crate::SwigluMlp;
 use crate::tokens::gather;
+use crate::{SlotOrder, SwigluMlp};
 
 /// `mlp(x)`, or `sigmoid(x g^T) * mlp(x)` with a gate.
 ///
 /// One sum over the group brings the result together, and there are three ways to place it:
 /// [`forward`](Self::forward) makes it here, [`forward_overlapped`](Self::forward_overlapped)
 /// leaves it to the caller, who hides it behind the dispatcher's communication, and
-/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens and keeps the rank's own alone. Adapters with dropout need the
-/// ids of the tokens.
+/// [`forward_sequence`](Self::forward_sequence) scatters it over tokens and keeps the rank's own alone.
+/// Adapters with dropout need the ids of the tokens, named ones their slots.
 #[derive(Module, Debug)]
 pub struct SharedExperts<B: Backend> {
     /// The MLP.
@@ -33,15 +33,18 @@ impl<B: AdapterBackend> SharedExperts<B> {
     ///
     /// When shapes do not match, or when a collective fails.
     pub fn forward(&self, x: Replicated<B, Tp>, tokens: Option<&TokenIds>) -> Replicated<B, Tp> {
-        let rows = rows(x.tensor(), tokens);
+        let order = SlotOrder::of(tokens);
+        let x = x.map(|x| order.sort(x));
+        let rows = rows(x.tensor(), order.tokens());
         let y = self.mlp.forward(x.clone(), &rows);
-        match &self.gate {
+        let y = match &self.gate {
             None => y,
             Some(gate) => {
                 let factor = score(x.into_tensor(), gate);
                 y.map(|y| y * factor)
             }
-        }
+        };
+        y.map(|y| order.restore(y))
     }
 
     /// Collectives suppressed: `[T, H] -> [T, H]`, each rank its own term. The gate's gradient
@@ -55,12 +58,15 @@ impl<B: AdapterBackend> SharedExperts<B> {
         x: Fanout<B, Tp>,
         tokens: Option<&TokenIds>,
     ) -> Partial<B, Tp> {
-        let rows = rows(x.tensor(), tokens);
+        let order = SlotOrder::of(tokens);
+        let x = x.map(|x| order.sort(x));
+        let rows = rows(x.tensor(), order.tokens());
         let y = self.mlp.forward_suppressed(x.clone(), &rows);
-        match &self.gate {
+        let y = match &self.gate {
             None => y,
             Some(gate) => y * x.map(|x| score(x, gate)),
-        }
+        };
+        y.map_linear(|y| order.restore(y))
     }
 
     /// Sequence parallel: this rank's tokens `[sizes[rank], H]`, whose ids `tokens` has, to the same.

@@ -1,6 +1,6 @@
-//! The ids of tokens that other ranks bring.
+//! The ids and slots of tokens that other ranks bring.
 
-use moe_lora_adapters::TokenIds;
+use moe_lora_adapters::{Slot, TokenIds};
 use moe_lora_parallel::{Group, GroupKind, ParallelBackend};
 
 /// The ids of all ranks of a group, of which rank `k` has `sizes[k]`.
@@ -33,6 +33,17 @@ pub(crate) fn gather<B: ParallelBackend, G: GroupKind>(
     tokens: &TokenIds,
     sizes: &[usize],
 ) -> TokenIds {
-    let ids = exchange(group, tokens.ids(), sizes);
-    TokenIds::new(tokens.step(), ids.concat())
+    travel(tokens.clone(), |ids| exchange(group, ids, sizes).concat())
+}
+
+/// The tokens at the end of a way that numbers take: their ids and any slots.
+pub(crate) fn travel(tokens: TokenIds, way: impl Fn(&[u64]) -> Vec<u64>) -> TokenIds {
+    let arrived = TokenIds::new(tokens.step(), way(tokens.ids()));
+    match tokens.slots() {
+        None => arrived,
+        Some(slots) => {
+            let numbers: Vec<u64> = slots.iter().map(|slot| slot.number()).collect();
+            arrived.with_slots(way(&numbers).into_iter().map(Slot::from_number))
+        }
+    }
 }

@@ -25,6 +25,8 @@ mod host;
 mod launch;
 #[cfg(feature = "cuda")]
 mod nccl;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod pulse;
 pub mod rendezvous;
 mod token;
 #[cfg(feature = "cuda")]

@@ -229,6 +229,32 @@ impl MlpCase {
         }
     }
 
+    /// As [`adapt`](Self::adapt), beside other adapters with names.
+    ///
+    /// # Panics
+    ///
+    /// When the library refuses them.
+    pub fn adapt_named<B: AdapterBackend, G: GroupKind>(
+        &self,
+        name: &str,
+        mlp: &mut SwigluMlp<B, G>,
+        experts: &[oracle::Mlp],
+        device: &B::Device,
+    ) {
+        let paths = mlp.targets(self.gate_up);
+        mlp.adapt_named(&paths, name, &self.config, device).unwrap();
+        let fc1 = mlp.gate_up.named.iter_mut();
+        for (k, named) in fc1.filter_map(|set| set.get_mut(name)).enumerate() {
+            let loras = experts.iter().map(|mlp| &mlp.gate_up.loras()[k]);
+            self.load(&mut named.lora, loras, false, device);
+        }
+        let fc2 = mlp.down.named.iter_mut();
+        for (k, named) in fc2.filter_map(|set| set.get_mut(name)).enumerate() {
+            let loras = experts.iter().map(|mlp| &mlp.down.loras()[k]);
+            self.load(&mut named.lora, loras, true, device);
+        }
+    }
+
     fn load<'a, B: AdapterBackend, G: GroupKind, P: Placement>(
         &self,
         lora: &mut Lora<B, G, P>,

@@ -5,8 +5,6 @@ use std::ops::Range;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::cubecl::client::ComputeClient;
-use burn_cubecl::cubecl::device::Device as _;
-use burn_cubecl::cubecl::device_handle::DeviceHandle;
 use burn_cubecl::cubecl::prelude::*;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::ops::permute;
@@ -105,10 +103,7 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
             Layout::ByToken => empty([rows, columns]),
             Layout::ByFeature => permute(empty([columns, rows]), &[1, 0]),
         };
-        let device = self.x.device.clone();
-        let out = self.launch(out, 0..columns, Finish::Write, precision);
-        hand_over::<R>(&device);
-        out
+        self.launch(out, 0..columns, Finish::Write, precision)
     }
 
     /// `base` with the product added to its columns, in its own buffer where nobody else has it.
@@ -126,10 +121,7 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
         } else {
             own(base)
         };
-        let device = self.x.device.clone();
-        let out = self.launch(base, columns, Finish::Add, precision);
-        hand_over::<R>(&device);
-        out
+        self.launch(base, columns, Finish::Add, precision)
     }
 
     fn launch(
@@ -378,13 +370,6 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
     }
 
     pub fn run(self, precision: Precision) -> CubeTensor<R> {
-        let device = self.low.device.clone();
-        let out = self.launch(precision);
-        hand_over::<R>(&device);
-        out
-    }
-
-    fn launch(self, precision: Precision) -> CubeTensor<R> {
         let (experts, n) = (self.rows.experts(), self.columns.len());
         let [rows, rank] = self.low.meta.shape().dims();
         let (client, device) = (self.low.client.clone(), self.low.device.clone());
@@ -536,13 +521,6 @@ impl<'a, R: CubeRuntime> Outer<'a, R> {
         }
         add_parts(&client, target, out, parts, precision)
     }
-}
-
-/// Has CubeCL's thread take what is queued for it. By itself it would when 32 tasks are there, and it
-/// goes to sleep for 150 us when none come for a while: with a few launches a layer, it slept through
-/// every layer, and a call took three times as long.
-fn hand_over<R: CubeRuntime>(device: &R::Device) {
-    DeviceHandle::<R::Server>::new(device.to_id()).flush_queue();
 }
 
 /// The sum of `[parts, ..]` in `out`, where there are several.

@@ -31,6 +31,7 @@ fn layers<B: TrainingBackend>(ranks: &impl Ranks<B>, places: &[Place]) {
         grid::idle_experts::<B>(ranks, dtype);
         grid::layers::<B>(ranks, places, dtype);
         grid::layers_with_dropout::<B>(ranks, places, dtype);
+        grid::layers_with_named_adapters::<B>(ranks, places, dtype);
     }
 }
 
