@@ -102,6 +102,7 @@ fn folded(
         }
     });
     let folded = oracle::Linear::new(linear.weight().clone(), loras.collect());
+    let folded = folded.stretched_as(linear);
     match linear.bias() {
         None => folded,
         Some(bias) => folded.with_bias(bias.clone()),
@@ -117,17 +118,15 @@ fn unfold(
     [token, expert]: [usize; 2],
 ) {
     for ((sum, grads), path) in sum.iter_mut().zip(grads).zip(paths) {
-        let [da, db] = &grads[..] else {
-            panic!("adapters that drop have no magnitude")
-        };
+        let (factors, magnitude) = grads.split_at(2);
         let folded = Folded {
             config,
             path,
             token: self::token(token),
             expert,
         };
-        let grads = folded.fold([da, db]);
-        for (sum, grad) in sum.iter_mut().zip(&grads) {
+        let factors = folded.fold([&factors[0], &factors[1]]);
+        for (sum, grad) in sum.iter_mut().zip(factors.iter().chain(magnitude)) {
             sum.add_to_rows(0, grad);
         }
     }
@@ -143,11 +142,11 @@ pub fn linear(
     [x, g]: [&Matrix; 2],
 ) -> (Matrix, oracle::LinearGrads) {
     let zeros = |matrix: &Matrix| Matrix::zeros(matrix.rows, matrix.columns);
-    let factors = linear
-        .loras()
-        .iter()
-        .map(|lora| vec![zeros(&lora.a), zeros(&lora.b)]);
-    let (mut y, mut dx, mut factors) = (zeros(g), zeros(x), factors.collect::<Vec<_>>());
+    let factors = linear.loras().iter().map(|lora| {
+        let trained = [Some(&lora.a), Some(&lora.b), lora.magnitude.as_ref()];
+        trained.into_iter().flatten().map(zeros).collect()
+    });
+    let (mut y, mut dx, mut factors) = (zeros(g), zeros(x), factors.collect::<Vec<Vec<_>>>());
     for (row, token) in tokens.iter().enumerate() {
         let place = [*token, expert];
         let (x, g) = (x.pick_rows([row]), g.pick_rows([row]));

@@ -70,18 +70,35 @@ fn a_layer_with_dropout_is_exact_at_every_topology() {
 }
 
 #[test]
+fn a_dora_layer_whose_adapters_drop_is_exact_with_the_lengths_of_all_of_it() {
+    for place in grid() {
+        for dropout in DROPOUTS {
+            let case = moe::case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
+            let case = moe::Case {
+                config: case.config.with_dropout(dropout(P)).with_dora(true),
+                shared: shared(true, true),
+                ..case
+            };
+            case.check::<Ad>(&Mocked, &place);
+        }
+    }
+}
+
+#[test]
 fn linears_of_experts_with_dropout_are_exact() {
     for dropout in DROPOUTS {
         for kind in KINDS {
-            for (activation, sharing) in [
-                (Activation::Identity, Sharing::PerExpert),
-                (Activation::Silu, Sharing::PerExpert),
-                (Activation::Identity, Sharing::SharedOuter),
-                (Activation::Silu, Sharing::SharedOuter),
+            for (activation, sharing, dora) in [
+                (Activation::Identity, Sharing::PerExpert, false),
+                (Activation::Identity, Sharing::PerExpert, true),
+                (Activation::Silu, Sharing::PerExpert, false),
+                (Activation::Identity, Sharing::SharedOuter, false),
+                (Activation::Silu, Sharing::SharedOuter, false),
             ] {
                 let config = LoraConfig::new(grouped::RANK, grouped::ALPHA)
                     .with_activation(activation)
                     .with_sharing(sharing)
+                    .with_dora(dora)
                     .with_dropout(dropout(P));
                 for counts in COUNTS {
                     let case = grouped::Case::new(kind, config, counts);
@@ -98,8 +115,11 @@ fn linears_of_experts_with_dropout_are_exact() {
 
 #[test]
 fn dense_linears_with_dropout_are_exact() {
-    for dropout in DROPOUTS {
+    let configs = DROPOUTS.map(|dropout| {
         let config = LoraConfig::new(dense::RANK, dense::ALPHA).with_dropout(dropout(P));
+        [config, config.with_dora(true)]
+    });
+    for config in configs.concat() {
         let case = dense::Case::new(config);
         for size in [1, 2, 4] {
             let run =

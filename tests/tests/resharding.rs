@@ -416,6 +416,7 @@ fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_bui
             activation: AdapterActivation::Identity,
             sharing: AdapterSharing::Shared,
             dora: false,
+            pissa: false,
         };
         save.commit([("x".to_owned(), entry)].into()).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();

@@ -4,6 +4,7 @@
 //! {linear}.lora_A                    factor, sharded as its linear is
 //! {linear}.lora_A.adamw.moment_1     what the optimizer keeps of it, sharded as the factor is
 //! {linear}.lora_A.adamw.time         a count, the same on every rank
+//! {linear}.lora_A.start              with PiSSA, where it started
 //! ```
 
 mod content;
@@ -109,11 +110,12 @@ where
     O: ResumableOptimizer<I>,
     M: AutodiffModule<B>,
 {
-    let weights = weights(&module);
+    let weights = with_starts(&weights(&module));
     let loaded = plan(&weights, mesh).and_then(|(factors, place)| {
         check_settings(checkpoint, &weights)?;
         check_optimizer(checkpoint, &factors, O::NAME, strictness)?;
         let (mut values, report) = read(checkpoint, &factors, Some(O::NAME), &place, strictness)?;
+        values.expect_starts(&factors, &weights)?;
         let mut records = <OptimizerAdaptor<O, M, B> as Optimizer<M, B>>::Record::new();
         for factor in &factors {
             if let Some(record) = values.record::<B, I, O>(factor)? {
@@ -145,10 +147,11 @@ pub fn load_adapters<B: ParallelBackend, M: Module<B>>(
     mesh: &Mesh<B>,
     strictness: Strictness,
 ) -> Result<(M, LoadReport), ResumeError> {
-    let weights = weights(&module);
+    let weights = with_starts(&weights(&module));
     let loaded = plan(&weights, mesh).and_then(|(factors, place)| {
         check_settings(checkpoint, &weights)?;
         let (values, report) = read(checkpoint, &factors, None, &place, strictness)?;
+        values.expect_starts(&factors, &weights)?;
         Ok((values.factors(&factors), report))
     });
     let (mut replacement, report) = together(loaded, mesh)?;
@@ -168,10 +171,11 @@ where
     O: ResumableOptimizer<I>,
     M: AutodiffModule<B>,
 {
-    let (factors, place) = plan(weights, mesh)?;
+    let weights = with_starts(weights);
+    let (factors, place) = plan(&weights, mesh)?;
     let mut records = optimizer.to_record();
     let mut contents = Contents::default();
-    for (factor, trained) in factors.iter().zip(weights) {
+    for (factor, trained) in factors.iter().zip(&weights) {
         let record = records.remove(&factor.id);
         match trained.weight {
             Weight::One(param) => {
@@ -198,6 +202,20 @@ fn together<B: ParallelBackend, T>(
     let all = mesh.all(outcome.is_ok());
     let rank = mesh.rank();
     outcome.and_then(|value| all.then_some(value).ok_or(ResumeError::OtherRank { rank }))
+}
+
+/// The factors, each followed by where it started, if PiSSA says so: files hold both alike.
+fn with_starts<'a, B: Backend>(weights: &[TrainedWeight<'a, B>]) -> Vec<TrainedWeight<'a, B>> {
+    let of = |trained: &TrainedWeight<'a, B>| {
+        let start = trained.start.map(|weight| TrainedWeight {
+            path: format!("{}.start", trained.path),
+            weight,
+            start: None,
+            ..trained.clone()
+        });
+        std::iter::once(trained.clone()).chain(start)
+    };
+    weights.iter().flat_map(of).collect()
 }
 
 /// What the files call the factors, and where this rank is among those that hold them.

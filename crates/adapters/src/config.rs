@@ -31,6 +31,10 @@ pub struct LoraConfig {
     /// DoRA: the rows of `W + s B A` have trained lengths, see [`Linear::start_magnitudes`](crate::Linear::start_magnitudes).
     #[serde(default)]
     pub dora: bool,
+    /// PiSSA: the factors start as the principal part of the weight and the base keeps the rest, see
+    /// [`Linear::start_pissa`](crate::Linear::start_pissa).
+    #[serde(default)]
+    pub pissa: bool,
     /// Which factors the experts of a grouped linear share.
     pub sharing: Sharing,
     /// Dropout in training. No part of what the adapter is: checkpoints do not hold it.
@@ -85,6 +89,7 @@ impl LoraConfig {
             init_b: Init::Zero,
             activation: Activation::Identity,
             dora: false,
+            pissa: false,
             sharing: Sharing::PerExpert,
             dropout: None,
             seed: 0,
@@ -120,6 +125,12 @@ impl LoraConfig {
     /// Trains the lengths of the rows of `W + s B A` too.
     pub fn with_dora(mut self, dora: bool) -> Self {
         self.dora = dora;
+        self
+    }
+
+    /// Starts the factors as the principal part of the weight, over a base that keeps the rest.
+    pub fn with_pissa(mut self, pissa: bool) -> Self {
+        self.pissa = pissa;
         self
     }
 
@@ -159,21 +170,21 @@ impl LoraConfig {
         self
     }
 
-    /// The rank that spends the parameters of rank `dim` on `top_k` active experts: `dim / top_k`.
+    /// The rank that spends the parameters of rank `rank` on the `K = top_k` experts of a token:
+    /// `rank / K`. The scale follows it, `alpha * K / rank`, at every topology.
     ///
-    /// Holds for adapters of one expert each; a shared adapter takes its rank from
-    /// [`new`](Self::new), being counted once however many experts are active.
+    /// It is the rank of adapters of one routed expert each. An adapter that experts share, those of
+    /// shared experts and of dense linears are passed once by each token and keep `rank`.
+    /// [`Targets::with_rank_per_expert`](crate::Targets::with_rank_per_expert) tells them apart.
     ///
     /// # Errors
     ///
-    /// When `top_k` is zero or does not divide `dim`.
-    pub fn rank_per_expert(dim: usize, top_k: usize) -> Result<usize, AdapterError> {
-        moe_lora_parallel::shard_extent("rank", dim, "top_k", top_k).map_err(|reason| {
-            AdapterError::Topology {
-                path: "rank per expert".into(),
-                reason,
-            }
-        })
+    /// When `top_k` is zero or does not divide `rank`.
+    pub fn rank_per_expert(rank: usize, top_k: usize) -> Result<usize, AdapterError> {
+        match rank.checked_rem(top_k) {
+            Some(0) => Ok(rank / top_k),
+            _ => Err(AdapterError::RankPerExpert { rank, top_k }),
+        }
     }
 
     /// `alpha / r`, or `alpha / sqrt(r)` with rsLoRA. The same at every topology.
@@ -190,12 +201,12 @@ impl LoraConfig {
         }
     }
 
-    /// Checks the numbers.
+    /// Checks the numbers, and that the settings go together.
     ///
     /// # Errors
     ///
-    /// When the rank is zero, alpha is not finite, the dropout is no probability below 1, or DoRA has a
-    /// function between the factors or dropout.
+    /// When the rank is zero, alpha is not finite, the dropout is no probability below 1, or two
+    /// settings contradict each other.
     pub fn check(&self) -> Result<(), AdapterError> {
         if self.rank == 0 {
             return Err(AdapterError::ZeroRank);
@@ -203,32 +214,104 @@ impl LoraConfig {
         if !self.alpha.is_finite() {
             return Err(AdapterError::Alpha { alpha: self.alpha });
         }
-        if self.dora && self.activation != Activation::Identity {
-            return Err(AdapterError::DoraActivation {
-                activation: self.activation,
-            });
+        if let Some(Dropout { probability, .. }) = self.dropout
+            && !(0.0..1.0).contains(&probability)
+        {
+            return Err(AdapterError::Dropout { probability });
         }
-        if let Some(Dropout { probability, .. }) = self.dropout {
-            if !(0.0..1.0).contains(&probability) {
-                return Err(AdapterError::Dropout { probability });
-            }
-            if self.dora && probability > 0.0 {
-                return Err(AdapterError::DoraDropout { probability });
-            }
+        self.check_combinations()
+    }
+
+    /// Everything that makes no sense together, in one place.
+    fn check_combinations(&self) -> Result<(), AdapterError> {
+        let Self {
+            dora,
+            pissa,
+            activation,
+            init_a,
+            init_b,
+            alpha,
+            ..
+        } = *self;
+        let curved = activation != Activation::Identity;
+        let dropout = self.dropout.map_or(0.0, |dropout| dropout.probability);
+        let own_start = init_a != Init::Kaiming || init_b != Init::Zero;
+        let refused = [
+            (
+                dora && curved,
+                "DoRA",
+                format!("{activation:?} between A and B"),
+                "has no weight whose rows have a length (use the identity)",
+            ),
+            (
+                pissa && curved,
+                "PiSSA",
+                format!("{activation:?} between A and B"),
+                "has no product that is a part of the weight (use the identity)",
+            ),
+            (
+                pissa && self.sharing != Sharing::PerExpert,
+                "PiSSA",
+                format!("{:?} factors", self.sharing),
+                "has no principal part that the weights of all experts have in common (use an adapter an expert)",
+            ),
+            (
+                pissa && dropout > 0.0,
+                "PiSSA",
+                format!("dropout={dropout}"),
+                "would drop the base's own output, most of which the adapter holds (use one or the other)",
+            ),
+            (
+                pissa && own_start,
+                "PiSSA",
+                format!("A starting {init_a:?} and B {init_b:?}"),
+                "starts both factors from the weight (leave their start values out)",
+            ),
+            (
+                pissa && alpha <= 0.0,
+                "PiSSA",
+                format!("alpha={alpha}"),
+                "has no part of the weight with that scale (choose a positive one such as the rank)",
+            ),
+            (
+                init_a == Init::Zero && init_b == Init::Zero,
+                "A starting Zero",
+                "B starting Zero".into(),
+                "has gradients of zero for ever (start one of the two elsewhere)",
+            ),
+        ];
+        match refused.into_iter().find(|(both, ..)| *both) {
+            None => Ok(()),
+            Some((_, first, second, because)) => Err(AdapterError::Combination {
+                first,
+                second,
+                because,
+            }),
         }
-        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use insta::assert_snapshot;
 
     #[test]
-    fn rank_per_expert_divides_by_top_k() {
+    fn rank_per_expert_divides_by_top_k_or_names_both() {
         assert_eq!(LoraConfig::rank_per_expert(8, 4), Ok(2));
-        assert!(LoraConfig::rank_per_expert(8, 3).is_err());
-        assert!(LoraConfig::rank_per_expert(8, 0).is_err());
+        let message = |rank, top_k| {
+            let error = LoraConfig::rank_per_expert(rank, top_k).unwrap_err();
+            error.to_string()
+        };
+        assert_snapshot!(message(8, 3), @"rank=8 is not divisible by top_k=3 experts of a token (choose a multiple of 3 as rank)");
+        assert_snapshot!(message(8, 0), @"rank=8 is not divisible by top_k=0 experts of a token (give the number that the router chooses)");
+    }
+
+    #[test]
+    fn a_rank_stabilised_scale_divides_by_the_root_of_the_rank() {
+        assert_eq!(LoraConfig::new(16, 16.0).with_rslora(true).scale(), 4.0);
+        // The fault: without the root, 16 / 16.
+        assert_eq!(LoraConfig::new(16, 16.0).scale(), 1.0);
     }
 
     #[test]
@@ -238,29 +321,34 @@ mod tests {
     }
 
     #[test]
-    fn dora_with_a_function_between_the_factors_is_refused() {
-        let config = LoraConfig::new(2, 4.0).with_dora(true);
-        assert_eq!(config.check(), Ok(()));
-        let silu = config.with_activation(Activation::Silu).check();
-        assert_eq!(
-            silu.unwrap_err().to_string(),
-            "DoRA with Silu between A and B has no weight whose rows have a length (use the identity)"
-        );
+    fn settings_that_contradict_each_other_are_refused_with_the_reason() {
+        let plain = LoraConfig::new(2, 4.0);
+        let (dora, pissa) = (plain.with_dora(true), plain.with_pissa(true));
+        let refused = |config: LoraConfig| config.check().unwrap_err().to_string();
+        assert_snapshot!(refused(dora.with_activation(Activation::Silu)), @"DoRA with Silu between A and B has no weight whose rows have a length (use the identity)");
+        assert_snapshot!(refused(pissa.with_activation(Activation::Relu)), @"PiSSA with Relu between A and B has no product that is a part of the weight (use the identity)");
+        assert_snapshot!(refused(pissa.with_sharing(Sharing::Shared)), @"PiSSA with Shared factors has no principal part that the weights of all experts have in common (use an adapter an expert)");
+        assert_snapshot!(refused(pissa.with_dropout(Dropout::before_a(0.1))), @"PiSSA with dropout=0.1 would drop the base's own output, most of which the adapter holds (use one or the other)");
+        assert_snapshot!(refused(pissa.with_init_b(Init::Xavier)), @"PiSSA with A starting Kaiming and B Xavier starts both factors from the weight (leave their start values out)");
+        assert_snapshot!(refused(LoraConfig { alpha: -1.0, ..pissa }), @"PiSSA with alpha=-1 has no part of the weight with that scale (choose a positive one such as the rank)");
+        assert_snapshot!(refused(plain.with_init_a(Init::Zero)), @"A starting Zero with B starting Zero has gradients of zero for ever (start one of the two elsewhere)");
     }
 
     #[test]
-    fn dora_with_dropout_is_refused() {
-        for dropout in [Dropout::before_a, Dropout::after_b] {
-            let check = |dora, p| {
-                let config = LoraConfig::new(2, 4.0).with_dora(dora);
-                config.with_dropout(dropout(p)).check()
-            };
-            assert_eq!(check(false, 0.1), Ok(()));
-            assert_eq!(check(true, 0.0), Ok(()));
-            assert_eq!(
-                check(true, 0.1).unwrap_err().to_string(),
-                "DoRA with dropout=0.1 needs the base's output of the dropped input, which is not computed (use one or the other)"
-            );
+    fn settings_that_go_together_are_taken() {
+        let plain = LoraConfig::new(2, 4.0);
+        for config in [
+            plain.with_dora(true).with_pissa(true).with_rslora(true),
+            plain
+                .with_dora(true)
+                .with_dropout(Dropout::before_a(0.1))
+                .with_sharing(Sharing::Shared),
+            plain
+                .with_activation(Activation::Silu)
+                .with_dropout(Dropout::after_b(0.1)),
+            plain.with_init_a(Init::Zero).with_init_b(Init::Xavier),
+        ] {
+            assert_eq!(config.check(), Ok(()), "{config:?}");
         }
     }
 

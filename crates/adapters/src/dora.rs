@@ -4,6 +4,10 @@
 //! to the backward pass. `m / n` scales output columns, so it multiplies the terms of a sum as well
 //! as the sum; the bias is not scaled.
 //!
+//! With dropout the norms are those of the undropped `W + s B A`, and only the adapter drops:
+//! `(m / n) * (W x + s B A drop(x))`. PEFT's `(m / n - 1) W` reads the dropped input too, for which it
+//! multiplies by `W` twice; the two agree where `m = n`, and without dropout.
+//!
 //! Under a row-parallel base no rank has a whole row. With `M = W A^T` and `G = A A^T`, sums over
 //! the ranks both, `n^2 = |W|^2 + 2 s (M . B) + s^2 (B G . B)` row by row:
 //!

@@ -28,21 +28,70 @@ pub enum AdapterError {
         /// The alpha.
         alpha: f64,
     },
-    /// DoRA with a function between the factors.
-    #[error(
-        "DoRA with {activation:?} between A and B has no weight whose rows have a length (use the identity)"
-    )]
-    DoraActivation {
-        /// The function.
-        activation: Activation,
+    /// Two settings that make no sense together.
+    #[error("{first} with {second} {because}")]
+    Combination {
+        /// One of them.
+        first: &'static str,
+        /// The other.
+        second: String,
+        /// Why not, and what to do.
+        because: &'static str,
     },
-    /// DoRA with dropout.
+    /// A rank that the experts of a token do not divide.
     #[error(
-        "DoRA with dropout={probability} needs the base's output of the dropped input, which is not computed (use one or the other)"
+        "rank={rank} is not divisible by top_k={top_k} experts of a token ({})",
+        match top_k {
+            0 => "give the number that the router chooses".into(),
+            _ => format!("choose a multiple of {top_k} as rank"),
+        }
     )]
-    DoraDropout {
-        /// The probability.
-        probability: f64,
+    RankPerExpert {
+        /// The rank.
+        rank: usize,
+        /// Experts of a token.
+        top_k: usize,
+    },
+    /// A ratio of learning rates that stops a factor, or turns it around.
+    #[error("the ratio of learning rates {ratio} is not above zero (choose one such as 16)")]
+    LearningRateRatio {
+        /// The ratio.
+        ratio: f64,
+    },
+    /// PiSSA of a weight with fewer singular values than the rank.
+    #[error(
+        "{path}: rank={rank} is more than the {} singular values of a weight {shape:?} (choose a rank of at most {})",
+        shape.iter().min().unwrap_or(&0),
+        shape.iter().min().unwrap_or(&0)
+    )]
+    PissaRank {
+        /// The linear.
+        path: String,
+        /// The rank.
+        rank: usize,
+        /// `[d_out, d_in]`.
+        shape: [usize; 2],
+    },
+    /// PiSSA of a base that is not in floating point.
+    #[error(
+        "{path}: PiSSA leaves the rest of the weight in the base, which {dtype:?} cannot hold (use a base of floats, or a plain start)"
+    )]
+    PissaBase {
+        /// The linear.
+        path: String,
+        /// The base's element type.
+        dtype: DType,
+    },
+    /// A weight without a singular value decomposition.
+    #[error(
+        "{path}: the weight{} has no singular value decomposition (look for values that are not finite)",
+        expert.map(|expert| format!(" of expert {expert}")).unwrap_or_default()
+    )]
+    NoSvd {
+        /// The linear.
+        path: String,
+        /// The global expert, where the linear has some.
+        expert: Option<usize>,
     },
     /// A dropout that keeps nothing, or is no probability.
     #[error("dropout={probability} is not in 0..1 (choose one such as 0.1, or none)")]
@@ -158,6 +207,15 @@ pub enum AdapterError {
     /// No targets at all.
     #[error("no targets given (name linears such as \"*.experts.down_proj\")")]
     NoTargets,
+    /// Targets that are all excluded.
+    #[error(
+        "no linear is left to adapt: excluded [{}] has all that the targets match (exclude fewer)",
+        excluded.join(", ")
+    )]
+    AllExcluded {
+        /// The patterns of those left out.
+        excluded: Vec<String>,
+    },
     /// A function stands between the factors.
     #[error(
         "{path}: an adapter with {activation:?} between A and B equals no weight (merge needs the identity)"
@@ -249,6 +307,25 @@ pub enum ResumeError {
         linear: String,
         /// Whether the settings say DoRA.
         dora: bool,
+    },
+    /// The start of a factor without PiSSA, or PiSSA without one.
+    #[error(
+        "{path} {} an adapter with pissa={pissa} in the checkpoint (save it again)",
+        if *pissa { "is missing from" } else { "belongs to no part of" }
+    )]
+    StoredStart {
+        /// The start.
+        path: String,
+        /// Whether the settings say PiSSA.
+        pissa: bool,
+    },
+    /// PiSSA on a base that has lost another product than the one that is stored.
+    #[error(
+        "{path}: the base is without the product that the adapter started from here, not in the checkpoint (load before start_pissa)"
+    )]
+    OtherStart {
+        /// The factor.
+        path: String,
     },
     /// An adapter of another rank, scale, function or sharing.
     #[error(

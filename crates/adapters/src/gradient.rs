@@ -47,11 +47,9 @@ impl GradientRow {
             }
         };
         replicas.extend(&sums);
-        let factor = trained.path.strip_prefix(trained.linear);
-        let factor = factor.and_then(|factor| factor.strip_prefix('.'));
         Self {
             linear: trained.linear.into(),
-            factor: factor.unwrap_or(&trained.path).into(),
+            factor: trained.factor().into(),
             axis: trained.layout.axis,
             sums,
             divisor: 1.0,

@@ -21,10 +21,13 @@ mod gradient;
 mod init;
 mod linear;
 mod lora;
+mod lora_plus;
 mod merge;
 mod multi;
 mod named;
 mod optimizer;
+mod pattern;
+mod pissa;
 mod recompute;
 mod shard;
 mod slots;
@@ -42,14 +45,16 @@ pub use gradient::{GradientPlan, GradientRow};
 pub use init::{Init, InitKey};
 pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
 pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
+pub use lora_plus::LoraPlus;
 pub use moe_lora_kernels::{Activation, Compute, Slot, Strategy, TokenIds};
 pub use multi::{MultiLora, NamedLora};
 pub use named::{NamedAdapters, NamedSet};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
+pub use pissa::PissaStart;
 pub use recompute::Recompute;
 pub use shard::{ShardAxis, WeightLayout};
 pub use sync::sync_gradients;
-pub use targets::Targets;
+pub use targets::{Target, Targets};
 pub use weight::{
     AdapterBackend, Column, ColumnWeight, PlacedWeight, Placement, ReplicatedWeight, Row,
     RowWeight, Weight, Whole,

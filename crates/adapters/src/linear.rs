@@ -16,6 +16,7 @@ use moe_lora_parallel::{
 
 use crate::dora::scale_columns;
 use crate::lora::size_name;
+use crate::pissa::check_base;
 use crate::stack::Stack;
 use crate::{
     AdapterBackend, AdapterError, Column, Lora, LoraConfig, MultiLora, PlacedWeight, Placement,
@@ -219,6 +220,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
         config: &LoraConfig,
         device: &B::Device,
     ) -> Result<&mut Lora<B, G, P>, AdapterError> {
+        check_base(path, config, self.weight.weight.dtype())?;
         let base = self.base_of(path)?;
         let named = self.named.iter().filter(|set| !set.adapters.is_empty());
         let paths = self.adapters.iter().map(Lora::path);

@@ -14,8 +14,8 @@ use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{Fanout, Features, GroupKind, GroupName, Partial, Replicated, Sharded};
 
 use crate::{
-    AdapterBackend, AdapterError, Column, DropoutAt, Init, InitKey, LoraConfig, PlacedWeight,
-    Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
+    AdapterBackend, AdapterError, Column, DropoutAt, Init, InitKey, LoraConfig, PissaStart,
+    PlacedWeight, Placement, Row, ShardAxis, Sharing, Weight, WeightLayout, Whole,
 };
 
 /// The adapter of a base weight placed as `P`. Used through [`ColumnLora`], [`RowLora`] and
@@ -35,6 +35,8 @@ pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
     /// own, those that share `A` and `B` too. None without DoRA, and before the lengths are
     /// [started](crate::Linear::start_magnitudes) or loaded.
     pub magnitude: Option<PlacedWeight<B, G, P::Up>>,
+    /// Where a PiSSA adapter started, see [`start_pissa`](crate::Linear::start_pissa).
+    pub pissa: Option<PissaStart<B, G, P>>,
     #[module(skip)]
     magnitude_layout: WeightLayout,
     #[module(skip)]
@@ -148,10 +150,15 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             };
             Weight::from_values(init.values(key, layout), layout, config.dtype, true, device)
         };
+        let pissa = match config.pissa {
+            false => None,
+            true => Some(PissaStart::init(path, config, [&a, &b], device)?),
+        };
         Ok(Self {
             a: PlacedWeight::new(start(config.init_a, "lora_A", &a), a),
             b: PlacedWeight::new(start(config.init_b, "lora_B", &b), b),
             magnitude: None,
+            pissa,
             magnitude_layout,
             path: path.into(),
             config: *config,
@@ -210,6 +217,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             a: PlacedWeight::new(a, a_layout),
             b: PlacedWeight::new(b, b_layout),
             magnitude: None,
+            pissa: None,
             magnitude_layout: self.magnitude_layout.clone(),
             path: path.into(),
             config,
@@ -324,6 +332,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
     /// `A`, `B` and, where there is one, the magnitude, in this order.
     pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
         let [a_shared, b_shared] = self.config.sharing.factors(P::AXIS);
+        let start = self.pissa.as_ref();
         let trained = |factor, weight, layout, shared_by_experts| TrainedWeight {
             path: format!("{}.{factor}", self.path),
             linear: &self.path,
@@ -334,10 +343,17 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             group: G::NAME,
             shared_by_experts,
             is_vector: false,
+            start: None,
         };
         let mut weights = vec![
-            trained("lora_A", &self.a.weight, self.a.layout(), a_shared),
-            trained("lora_B", &self.b.weight, self.b.layout(), b_shared),
+            TrainedWeight {
+                start: start.map(|start| &start.a.weight),
+                ..trained("lora_A", &self.a.weight, self.a.layout(), a_shared)
+            },
+            TrainedWeight {
+                start: start.map(|start| &start.b.weight),
+                ..trained("lora_B", &self.b.weight, self.b.layout(), b_shared)
+            },
         ];
         if let Some(m) = &self.magnitude {
             weights.push(TrainedWeight {
@@ -393,6 +409,7 @@ impl<B: AdapterBackend, G: GroupKind> ColumnLora<B, G> {
     }
 
     fn low(&self, x: Fanout<B, G>, rows: &RowGroups) -> Fanout<B, G> {
+        self.expect_started();
         let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
         self.a
             .shrink(x, dropped.as_ref(), rows, self.config.compute)
@@ -446,6 +463,7 @@ impl<B: AdapterBackend, G: GroupKind> RowLora<B, G> {
     }
 
     fn low(&self, x: Sharded<B, G>, rows: &RowGroups) -> Fanout<B, G> {
+        self.expect_started();
         let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
         self.a
             .shrink(x, dropped.as_ref(), rows, self.config.compute)
@@ -493,6 +511,7 @@ impl<B: AdapterBackend, G: GroupKind> ReplicatedLora<B, G> {
     }
 
     fn low(&self, x: Replicated<B, G>, rows: &RowGroups) -> Replicated<B, G> {
+        self.expect_started();
         let dropped = self.mask(DropoutAt::BeforeA, rows, &x.tensor().device());
         self.a
             .shrink(x, dropped.as_ref(), rows, self.config.compute)
@@ -528,6 +547,17 @@ pub struct TrainedWeight<'a, B: Backend> {
     pub shared_by_experts: bool,
     /// Whether files hold it without its axis of `d_in`, which is 1: a magnitude.
     pub is_vector: bool,
+    /// Where a factor of PiSSA started, which checkpoints hold as `{path}.start`.
+    pub start: Option<&'a Weight<B>>,
+}
+
+impl<B: Backend> TrainedWeight<'_, B> {
+    /// Its name in the linear: `lora_A`, `lora_B` or `lora_magnitude_vector`.
+    pub fn factor(&self) -> &str {
+        let factor = self.path.strip_prefix(self.linear);
+        let factor = factor.and_then(|factor| factor.strip_prefix('.'));
+        factor.unwrap_or(&self.path)
+    }
 }
 
 impl<B: Backend> TrainedWeight<'_, B> {

@@ -5,7 +5,8 @@ use burn::tensor::{DType, Tensor};
 use moe_lora_parallel::{Group, GroupKind};
 
 use crate::{
-    Activation, AdapterBackend, AdapterError, Linear, Lora, NamedAdapters, Placement, ShardAxis,
+    Activation, AdapterBackend, AdapterError, Linear, Lora, NamedAdapters, PlacedWeight, Placement,
+    ShardAxis,
 };
 
 impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
@@ -155,16 +156,26 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
                 activation: self.config().activation,
             });
         }
+        Ok(self.product(&self.a, &self.b, group))
+    }
+
+    /// `s b a` in the base's sharding, of factors that lie as the adapter's own do.
+    pub(crate) fn product(
+        &self,
+        a: &PlacedWeight<B, G, P>,
+        b: &PlacedWeight<B, G, P::Up>,
+        group: &Group<B, G>,
+    ) -> Tensor<B, 3> {
         // The factor that is sharded as the base is stays as it is; the other one is gathered.
         let a = match P::AXIS {
-            ShardAxis::In => self.a.weight.untracked(),
-            _ => self.a.gather(group),
+            ShardAxis::In => a.weight.untracked(),
+            _ => a.gather(group),
         };
         let b = match P::AXIS {
-            ShardAxis::Out => self.b.weight.untracked(),
-            _ => self.b.gather(group),
+            ShardAxis::Out => b.weight.untracked(),
+            _ => b.gather(group),
         };
-        Ok(low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config().scale()))
+        low_rank_product(in_f32(b), in_f32(a)).mul_scalar(self.config().scale())
     }
 }
 

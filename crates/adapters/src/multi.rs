@@ -89,8 +89,8 @@ impl<B: Backend, G: GroupKind, P: Placement> MultiLora<B, G, P> {
     ///
     /// # Errors
     ///
-    /// When the name is unusable or taken, when the config does not fit the linear, or when it
-    /// differs from that of the others in what one product has once: function, dropout (and its
+    /// When the name is unusable or taken, when the config does not fit the linear or asks for PiSSA, or
+    /// when it differs from that of the others in what one product has once: function, dropout (and its
     /// seed), element type, way of computing.
     pub fn add(
         &mut self,
@@ -141,6 +141,13 @@ impl<B: Backend, G: GroupKind, P: Placement> MultiLora<B, G, P> {
     }
 
     fn check_config(&self, name: &str, config: &LoraConfig) -> Result<(), AdapterError> {
+        if config.pissa {
+            return Err(AdapterError::Combination {
+                first: "PiSSA",
+                second: format!("the name \"{name}\""),
+                because: "would take its start out of the base that other adapters share (use `adapt`, or a plain start)",
+            });
+        }
         let Some(other) = self.adapters.first() else {
             return Ok(());
         };

@@ -63,10 +63,10 @@ pub use moe_lora_parallel as parallel;
 pub mod prelude {
     pub use moe_lora_adapters::{
         Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, GradientPlan, Init,
-        LinearConfig, LoraConfig, NamedAdapters, Recompute, ReplicatedLinear, ReplicatedLora,
-        RowLinear, RowLora, Sharing, Slot, Strategy, Targets, TokenIds, TrainedWeight,
-        clip_gradients, gradient_norm, load_adapters, load_checkpoint, save_checkpoint,
-        sync_gradients,
+        LinearConfig, LoraConfig, LoraPlus, NamedAdapters, Recompute, ReplicatedLinear,
+        ReplicatedLora, RowLinear, RowLora, Sharing, Slot, Strategy, Targets, TokenIds,
+        TrainedWeight, clip_gradients, gradient_norm, load_adapters, load_checkpoint,
+        save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,

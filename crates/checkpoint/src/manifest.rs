@@ -46,6 +46,10 @@ pub struct AdapterEntry {
     /// Whether it has DoRA's magnitude, `{linear}.lora_magnitude_vector`.
     #[serde(default)]
     pub dora: bool,
+    /// Whether it is one of PiSSA, on the weight without the product of the factors that it started
+    /// from, `{linear}.lora_A.start` and `{linear}.lora_B.start`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub pissa: bool,
 }
 
 /// Function between `A` and `B` of an adapter.

@@ -254,6 +254,7 @@ fn a_merge_refuses_values_and_layers_that_do_not_belong() {
         activation: AdapterActivation::Identity,
         sharing: AdapterSharing::PerExpert,
         dora: false,
+        pissa: false,
     };
     save.commit([(linear.to_owned(), entry)].into()).unwrap();
     refuse(&deep, "layer 7, which has no experts in this model");

@@ -323,6 +323,25 @@ impl<B: AdapterBackend> MoeLayer<B> {
         }
     }
 
+    /// Starts PiSSA adapters that are not started yet. Every rank calls it, after
+    /// [`adapt`](Self::adapt) and before the first pass; without PiSSA it does nothing. See
+    /// [`Linear::start_pissa`](moe_lora_adapters::Linear::start_pissa).
+    ///
+    /// # Errors
+    ///
+    /// When a weight has no singular value decomposition; the ranks that share it get the error.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn start_pissa(&mut self, mesh: &Mesh<B>) -> Result<(), ExpertsError> {
+        self.experts.start_pissa(mesh.expert_tp())?;
+        if let Some(shared) = &mut self.shared {
+            shared.mlp.start_pissa(mesh.tp())?;
+        }
+        Ok(())
+    }
+
     /// `x [T, H]` to `[T, H]`: this rank's own tokens, as many as it has, none included.
     ///
     /// With dense tensor parallelism the tokens are the rank's sequence-parallel share: no two

@@ -257,6 +257,20 @@ impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {
         self.down.start_magnitudes(group);
     }
 
+    /// Starts PiSSA adapters, see [`Linear::start_pissa`](moe_lora_adapters::Linear::start_pissa).
+    ///
+    /// # Errors
+    ///
+    /// When a weight has no singular value decomposition.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn start_pissa(&mut self, group: &Group<B, G>) -> Result<(), AdapterError> {
+        self.gate_up.start_pissa(group)?;
+        self.down.start_pissa(group)
+    }
+
     /// `[T, H] -> [T, F / P]`: what the down projection reads.
     ///
     /// # Panics

@@ -148,6 +148,10 @@ impl AdapterPlan {
             }
         }
         for layer in &mut blocks.layers {
+            if !matches!(self, Self::Stored(_)) {
+                // What is stored says where it started.
+                layer.start_pissa(mesh)?;
+            }
             layer.start_magnitudes(mesh);
         }
         Ok(())
@@ -348,7 +352,13 @@ fn gather<B: ParallelBackend, P: Placement>(
     let (etp, ep) = (mesh.expert_tp(), mesh.ep());
     let a = to_host(lora.a.gather_all(etp, ep))?;
     let b = to_host(lora.b.gather_all(etp, ep))?;
-    let pair = FactorPair::new(a, b, lora.config().alpha)?;
+    let LoraConfig { alpha, rslora, .. } = *lora.config();
+    let mut pair = FactorPair::new(a, b, alpha)?;
+    if let Some(start) = &lora.pissa {
+        let a = to_host(start.a.gather_all(etp, ep))?;
+        let b = to_host(start.b.gather_all(etp, ep))?;
+        pair = pair.since(&FactorPair::new(a, b, alpha)?, rslora)?;
+    }
     let Some(magnitude) = &lora.magnitude else {
         return Ok(pair);
     };

@@ -116,6 +116,9 @@ where
             Strictness::Exact,
         )?;
         *blocks = resumed;
+        for layer in &mut blocks.layers {
+            layer.start_pissa(mesh)?;
+        }
         Ok(report)
     }
 }

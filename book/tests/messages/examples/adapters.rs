@@ -1,7 +1,7 @@
 //! Adapters, layers and kernels.
 
 use burn::tensor::DType;
-use burn_moe_lora::adapters::{Activation, AdapterError, ClipError, ResumeError};
+use burn_moe_lora::adapters::{Activation, AdapterError, ClipError, LoraConfig, ResumeError};
 use burn_moe_lora::experts::ExpertsError;
 use burn_moe_lora::kernels::RowGroups;
 use burn_moe_lora::parallel::TopologyError;
@@ -54,10 +54,26 @@ fn adapter() -> Vec<AdapterError> {
         },
         AdapterError::ZeroRank,
         AdapterError::Alpha { alpha: f64::NAN },
-        AdapterError::DoraActivation {
-            activation: Activation::Silu,
+        LoraConfig::new(8, 16.0)
+            .with_dora(true)
+            .with_activation(Activation::Silu)
+            .check()
+            .unwrap_err(),
+        AdapterError::RankPerExpert { rank: 8, top_k: 3 },
+        AdapterError::LearningRateRatio { ratio: 0.0 },
+        AdapterError::PissaRank {
+            path: path(),
+            rank: 16,
+            shape: [32, 8],
         },
-        AdapterError::DoraDropout { probability: 0.1 },
+        AdapterError::PissaBase {
+            path: path(),
+            dtype: DType::U8,
+        },
+        AdapterError::NoSvd {
+            path: path(),
+            expert: Some(3),
+        },
         AdapterError::Dropout { probability: 1.0 },
         AdapterError::unknown_target("down_prj", &[DOWN]),
         AdapterError::AlreadyAdapted {
@@ -65,6 +81,9 @@ fn adapter() -> Vec<AdapterError> {
             other: "mlp.experts.gate_up_proj".into(),
         },
         AdapterError::NoTargets,
+        AdapterError::AllExcluded {
+            excluded: vec!["*.layers.0.*".into()],
+        },
         AdapterError::Unmergeable {
             path: path(),
             activation: Activation::Silu,
@@ -102,6 +121,13 @@ fn resume() -> Vec<ResumeError> {
         ResumeError::StoredMagnitude {
             linear: linear(),
             dora: true,
+        },
+        ResumeError::StoredStart {
+            path: format!("{DOWN}.lora_A.start"),
+            pissa: true,
+        },
+        ResumeError::OtherStart {
+            path: format!("{DOWN}.lora_A.start"),
         },
         ResumeError::Settings {
             linear: linear(),

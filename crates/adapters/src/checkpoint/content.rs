@@ -9,7 +9,7 @@ use burn::tensor::{Tensor, TensorData};
 use moe_lora_checkpoint::{Dtype, Loaded, TensorLayout};
 
 use super::factor::Factor;
-use crate::{OptimizerParts, ResumableOptimizer, ResumeError};
+use crate::{OptimizerParts, ResumableOptimizer, ResumeError, TrainedWeight};
 
 /// What a rank writes: layouts, and the values by key.
 #[derive(Default)]
@@ -119,6 +119,30 @@ impl Values {
                 parts: stored,
             }),
         }
+    }
+
+    /// A base that PiSSA has changed goes with the start that it was changed by.
+    pub(super) fn expect_starts<B: Backend>(
+        &self,
+        factors: &[Factor<B>],
+        weights: &[TrainedWeight<'_, B>],
+    ) -> Result<(), ResumeError> {
+        for (factor, trained) in factors.iter().zip(weights) {
+            let Some(loaded) = self.0.get(&factor.path) else {
+                continue;
+            };
+            if !trained.path.ends_with(".start") {
+                continue;
+            }
+            let here = trained.weight.stacked().into_data();
+            let untouched = here.iter::<f64>().all(|value| value == 0.0);
+            if !untouched && here.as_bytes() != &*loaded.bytes {
+                return Err(ResumeError::OtherStart {
+                    path: trained.path.clone(),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// New values for the factors that were read.

@@ -35,6 +35,15 @@ pub(super) fn check_entry(
             dora: entry.dora,
         });
     }
+    for factor in ["lora_A", "lora_B"] {
+        let start = format!("{linear}.{factor}.start");
+        if checkpoint.manifest().tensor(&start).is_some() != entry.pissa {
+            return Err(ResumeError::StoredStart {
+                path: start,
+                pissa: entry.pissa,
+            });
+        }
+    }
     Ok(())
 }
 
@@ -76,6 +85,7 @@ pub(super) fn entry_of(config: &LoraConfig) -> AdapterEntry {
             Sharing::Shared => AdapterSharing::Shared,
         },
         dora: config.dora,
+        pissa: config.pissa,
     }
 }
 
@@ -83,6 +93,7 @@ pub(super) fn config_of(entry: &AdapterEntry) -> LoraConfig {
     LoraConfig::new(entry.rank, entry.alpha)
         .with_rslora(entry.rslora)
         .with_dora(entry.dora)
+        .with_pissa(entry.pissa)
         .with_activation(match entry.activation {
             AdapterActivation::Identity => Activation::Identity,
             AdapterActivation::Silu => Activation::Silu,

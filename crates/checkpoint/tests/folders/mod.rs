@@ -80,6 +80,7 @@ pub fn adapters() -> BTreeMap<String, AdapterEntry> {
         activation: AdapterActivation::Identity,
         sharing: AdapterSharing::PerExpert,
         dora: false,
+        pissa: false,
     };
     BTreeMap::from([("mlp.experts.gate_up_proj".to_owned(), adapter)])
 }

@@ -112,6 +112,43 @@ impl FactorPair {
         })
     }
 
+    /// What the pair adds to `start`, which the base is without, as PiSSA trains it: `[A; A_0]` and
+    /// `[B, -B_0]`, of twice the rank and on the whole weight, with alpha adjusted so that the scale
+    /// stays. The magnitude is that of `self`.
+    ///
+    /// # Errors
+    ///
+    /// When `start` has other axes or another alpha.
+    pub fn since(&self, start: &Self, rslora: bool) -> Result<Self, InterchangeError> {
+        let sizes = self.sizes()?;
+        if start.sizes()? != sizes || start.alpha != self.alpha {
+            let Sizes {
+                d_in, d_out, rank, ..
+            } = sizes;
+            let expected = format!(
+                "the axes of the adapter, [.., {rank}, {d_in}] and [.., {d_out}, {rank}], and its alpha {}",
+                self.alpha
+            );
+            return Err(axes("of the start", &start.b, expected));
+        }
+        let rank = 2 * sizes.rank;
+        let a = (0..sizes.a_experts).flat_map(|e| [self.a.outer(e), start.a.outer(e)].concat());
+        let mut b = Vec::with_capacity(sizes.b_experts * sizes.d_out * rank);
+        for expert in 0..sizes.b_experts {
+            let rows = self.b.outer(expert).chunks_exact(sizes.rank);
+            for (row, first) in rows.zip(start.b.outer(expert).chunks_exact(sizes.rank)) {
+                b.extend(row);
+                b.extend(first.iter().map(|value| -value));
+            }
+        }
+        Ok(Self {
+            a: HostTensor::new([sizes.a_experts, rank, sizes.d_in], a.collect())?,
+            b: HostTensor::new([sizes.b_experts, sizes.d_out, rank], b)?,
+            alpha: self.alpha * if rslora { 2f64.sqrt() } else { 2.0 },
+            magnitude: self.magnitude.clone(),
+        })
+    }
+
     /// Two pairs with the same `a`, one with the first half of the rows of every expert's `b`, one
     /// with the second.
     pub(crate) fn split_rows(&self) -> Result<(Self, Self), InterchangeError> {
@@ -273,6 +310,41 @@ mod tests {
             }
         }
         deltas
+    }
+
+    #[test]
+    fn what_was_added_since_the_start_is_a_pair_of_twice_the_rank_with_the_same_scale() {
+        for (a_experts, b_experts) in [(2, 2), (1, 2), (2, 1)] {
+            for rslora in [false, true] {
+                let pair = |first| {
+                    let a = tensor([a_experts, 2, 3], first);
+                    let b = tensor([b_experts, 4, 2], first + 5);
+                    FactorPair::new(a, b, 6.0).unwrap()
+                };
+                let (now, start) = (pair(7), pair(2));
+                let since = now.since(&start, rslora).unwrap();
+                assert_eq!(since.rank(), 4);
+                let (found, now) = (deltas(&since, rslora), deltas(&now, rslora));
+                for ((found, now), start) in found.iter().zip(&now).zip(deltas(&start, rslora)) {
+                    assert!((found - (now - start)).abs() < 1e-9 * now.abs());
+                    assert!((found - now).abs() > 1.0, "the start counts");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_start_of_other_axes_or_another_alpha_is_refused() {
+        let pair = |rank, alpha| {
+            FactorPair::new(tensor([2, rank, 3], 0), tensor([2, 4, rank], 0), alpha).unwrap()
+        };
+        for other in [pair(1, 6.0), pair(2, 5.0)] {
+            let error = pair(2, 6.0).since(&other, false).unwrap_err().to_string();
+            assert!(
+                error.contains("[.., 2, 3] and [.., 4, 2], and its alpha 6"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

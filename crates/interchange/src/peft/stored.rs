@@ -6,6 +6,7 @@
 //! model.layers.{layer}.mlp.experts.down_proj.lora_A       [E, r, F]
 //! model.layers.{layer}.mlp.experts.down_proj.lora_B       [E, H, r]
 //! {linear}.lora_magnitude_vector                          [E, d_out]   with DoRA
+//! {linear}.lora_A.start, {linear}.lora_B.start            where they started, with PiSSA
 //! ```
 
 use super::{ExpertAdapter, FactorPair, GateUp, PeftAdapter};
@@ -20,7 +21,8 @@ use std::path::Path;
 
 impl PeftAdapter {
     /// The adapter in a checkpoint of any topology, without optimizer state. Factors that the experts
-    /// share have a leading axis of 1; [`expand`](Self::expand) gives each expert its own.
+    /// share have a leading axis of 1; [`expand`](Self::expand) gives each expert its own. One of PiSSA
+    /// becomes a plain one of twice the rank, on the weights as they were published.
     ///
     /// Paths need not be those above: `layers.{layer}` and then `experts.{projection}` at the end
     /// are what counts.
@@ -118,6 +120,7 @@ impl PeftAdapter {
                     activation: AdapterActivation::Identity,
                     sharing,
                     dora: pair.magnitude.is_some(),
+                    pissa: false,
                 };
                 adapters.insert(linear, entry);
             }
@@ -191,7 +194,11 @@ fn read_pair(
         })?;
         Ok::<_, InterchangeError>(HostTensor::new(shape, data)?)
     };
-    let pair = FactorPair::new(read("lora_A")?, read("lora_B")?, entry.alpha)?;
+    let mut pair = FactorPair::new(read("lora_A")?, read("lora_B")?, entry.alpha)?;
+    if entry.pissa {
+        let start = FactorPair::new(read("lora_A.start")?, read("lora_B.start")?, entry.alpha)?;
+        pair = pair.since(&start, entry.rslora)?;
+    }
     if entry.dora {
         return pair.with_magnitude(read("lora_magnitude_vector")?);
     }

@@ -77,6 +77,16 @@ impl Linear {
         self
     }
 
+    /// The same with its rows multiplied by what those of `other` are: what a token sees whose dropout
+    /// is folded into the factors, while the lengths of the rows are those without dropout.
+    pub fn stretched_as(mut self, other: &Self) -> Self {
+        let own = self.stretch.map(f64::recip);
+        self.folded = self.folded.stretched(&own).stretched(&other.stretch);
+        self.norms = other.norms.clone();
+        self.stretch = other.stretch.clone();
+        self
+    }
+
     /// The bias.
     pub fn bias(&self) -> Option<&Matrix> {
         self.bias.as_ref()
