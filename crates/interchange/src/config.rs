@@ -130,7 +130,13 @@ impl ModelConfig {
         }
     }
 
-    fn from_file(file: &JsonFile) -> Result<Self, FileError> {
+    /// The sizes of an open `config.json`, whatever its weights are stored as: quantised ones are not
+    /// refused, for callers that read none.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), quantised weights apart.
+    pub fn from_file(file: &JsonFile) -> Result<Self, FileError> {
         let family = family(file)?;
         let layers = count(file, "num_hidden_layers", MAX_COUNT)?;
         let experts = num_experts(file, family)?;
