@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 use moe_lora_interchange::PeftLayout;
 
+use crate::plan::PlanArgs;
+
 /// Works on LoRA adapters of Mixture-of-Experts models: checkpoints, PEFT folders and hub models.
 ///
 /// A checkpoint is a folder with a manifest.json, as written by training; an adapter is a checkpoint or a folder with an
@@ -132,6 +134,8 @@ pub enum Command {
         #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
         tolerance: f64,
     },
+    /// Predict bytes, memory and time of each topology, before a GPU is booked
+    Plan(PlanArgs),
 }
 
 /// How factors lie in PEFT files.
@@ -174,7 +178,7 @@ fn tolerance(text: &str) -> Result<f64, String> {
 }
 
 /// A size with an optional decimal unit.
-fn bytes(text: &str) -> Result<u64, String> {
+pub fn bytes(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" | "B" => 1,

@@ -8,6 +8,7 @@ mod inspect;
 mod merge;
 mod norms;
 mod output;
+mod plan;
 mod progress;
 mod reshard;
 mod source;
@@ -67,6 +68,7 @@ fn run(command: Command, output: &Output) -> Result<ExitCode> {
             model,
             fuse,
         } => import::run(&adapter, &out, model.as_deref(), fuse, output),
+        Command::Plan(args) => plan::run(&args, output),
         Command::Diff {
             left,
             right,

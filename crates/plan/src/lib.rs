@@ -35,6 +35,8 @@ mod error;
 mod job;
 mod kernels;
 mod machine;
+#[cfg(test)]
+mod measured;
 mod memory;
 mod model;
 mod plan;

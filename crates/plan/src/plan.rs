@@ -182,7 +182,8 @@ impl Candidate {
         let kernels = |kernels: &[Kernel]| moe * kernels_us(machine, &projections, kernels);
         let calls = |owner, count: fn(&Collective) -> f64| -> f64 {
             let of_owner = collectives.iter().filter(|call| call.owner == owner);
-            of_owner.map(|call| count(call) * call.us).sum()
+            // Not `sum`, whose zero is negative.
+            of_owner.fold(0.0, |sum, call| sum + count(call) * call.us)
         };
         let [forward, backward]: [fn(&Collective) -> f64; 2] =
             [|call| call.forward_calls, |call| call.backward_calls];
