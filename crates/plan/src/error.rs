@@ -15,16 +15,8 @@ pub enum PlanError {
     /// A file by itself.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A bench's output that cannot be read.
-    #[error("cannot read {path}: {source} (give the file that the bench's --json wrote)")]
-    Bench {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: std::io::Error,
-    },
     /// A row of a bench's output.
-    #[error("{path}, line {line}: {source} (give the file that the bench's --json wrote)")]
+    #[error("{path}, line {line}: {source} (give the file that the GPU bench's --out wrote)")]
     Row {
         /// The file.
         path: PathBuf,
@@ -57,7 +49,7 @@ pub enum PlanError {
     },
     /// A file without a measurement.
     #[error(
-        "{path} has no row of a kernel or collective (give the file that the bench's --json wrote)"
+        "{path} has no row of a kernel or collective (give the file that the GPU bench's --out wrote)"
     )]
     NoRows {
         /// The file.

@@ -3,12 +3,16 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use moe_lora_files::{FileError, regular_file_len};
 use serde::{Deserialize, Serialize};
 
 use crate::{Cost, Kernel, PlanError};
 
 /// What was measured on H200s, in the form of the bench's output.
 const H200: &str = include_str!("h200.jsonl");
+
+/// A run of the bench writes some 20 kB.
+const MAX_BYTES: u64 = 64 << 20;
 
 /// Links between GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,10 +94,15 @@ impl Machine {
     /// When the file cannot be read, has a row that is no JSON object or holds a number that is none
     /// above 0, has a kernel at one size alone, or has no row of a kernel or collective.
     pub fn with_bench(mut self, path: &Path) -> Result<Self, PlanError> {
-        let text = fs::read_to_string(path).map_err(|source| PlanError::Bench {
-            path: path.to_owned(),
-            source,
-        })?;
+        let bytes = regular_file_len(path)?;
+        if bytes > MAX_BYTES {
+            return Err(PlanError::File(FileError::JsonTooLarge {
+                path: path.to_owned(),
+                bytes,
+                limit: MAX_BYTES,
+            }));
+        }
+        let text = fs::read_to_string(path).map_err(FileError::io("read", path))?;
         let rows = Rows::parse(path, &text)?;
         let kernels = rows.kernels.iter().any(|measured| !measured.is_empty());
         let links = rows.links.iter().any(|link| !link.measured.is_empty());
