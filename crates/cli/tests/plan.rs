@@ -48,8 +48,21 @@ fn plans_read_as_tables() {
     for (name, model, flags) in [
         ("qwen3_8", "qwen3-30b-a3b", "--gpus 8"),
         ("qwen3_etp", "qwen3-30b-a3b", "--gpus 8 --tp 1 --ep 1"),
-        ("deepseek_128", "deepseek-v3", "--gpus 128 --top 5"),
-        ("deepseek_4096", "deepseek-v3", "--gpus 4096 --top 5"),
+        (
+            "deepseek_128",
+            "deepseek-v3",
+            "--gpus 128 --tp 2 --ep 16 --etp 1",
+        ),
+        (
+            "deepseek_4096",
+            "deepseek-v3",
+            "--gpus 4096 --tp 2 --ep 16 --etp 1",
+        ),
+        (
+            "deepseek_ep",
+            "deepseek-v3",
+            "--gpus 4096 --tp 1 --etp 1 --top 9",
+        ),
         (
             "mixtral_80gb",
             "mixtral-8x7b",

@@ -4,6 +4,7 @@ mod adapters;
 mod checkpoint;
 mod files;
 mod interchange;
+mod plan;
 mod ranks;
 
 use crate::Examples;
@@ -16,6 +17,7 @@ pub fn all() -> Vec<Examples> {
         checkpoint::all(),
         files::all(),
         interchange::all(),
+        plan::all(),
     ]
     .into_iter()
     .flatten()
