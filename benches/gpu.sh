@@ -53,5 +53,6 @@ side pytorch python3 "$here/pytorch.py" "$@"
 side times-again "$binary" times "$@"
 side threads "$binary" times --threads "$@"
 side kernels "$binary" kernels
+side collectives "$binary" collectives "$@"
 side counts "$binary" counts
 exit "$failed"

@@ -1,4 +1,5 @@
-//! Shrink and expand alone on one GPU, timed on the device.
+//! An adapter's products alone on one GPU, timed on the device; those of the backward pass are in
+//! `backward`.
 
 use std::time::{Duration, Instant};
 
@@ -10,20 +11,21 @@ use burn_moe_lora::kernels::{
 };
 use serde_json::json;
 
+use crate::backward;
 use crate::case::{FFN, HIDDEN, RANK, RANKS};
 use crate::gpu::Gpu;
 use crate::report::Report;
 use crate::times::Times;
 
-type B = CubeBackend<CudaRuntime, bf16, i32, u8>;
+pub type B = CubeBackend<CudaRuntime, bf16, i32, u8>;
 
 /// The kernels' own strategy: a fallback to the per-expert path would go unseen with `Auto`.
-const GROUPED: Compute = Compute {
+pub const GROUPED: Compute = Compute {
     strategy: Strategy::Grouped,
     tf32: false,
 };
 /// A scale that is applied on the way.
-const BETWEEN: Between = Between {
+pub const BETWEEN: Between = Between {
     activation: Activation::Identity,
     scale: 2.0,
 };
@@ -34,13 +36,13 @@ const LAUNCHES: usize = 50;
 const REPEATS: usize = 7;
 
 /// One rank's part of a projection.
-struct Shape {
-    name: &'static str,
-    d_in: usize,
+pub struct Shape {
+    pub name: &'static str,
+    pub d_in: usize,
     /// Rows of the local `A`.
-    rank_a: usize,
-    d_out: usize,
-    base: usize,
+    pub rank_a: usize,
+    pub d_out: usize,
+    pub base: usize,
 }
 
 const SHAPES: [Shape; 2] = [
@@ -100,20 +102,22 @@ pub fn run(report: &mut Report) {
         for (tokens, experts) in SIZES {
             measure_shrink(&gpu, &device, shape, (tokens, experts), report);
             measure_expand(&gpu, &device, shape, (tokens, experts), report);
+            backward::expand(&gpu, &device, shape, (tokens, experts), report);
+            backward::shrink(&gpu, &device, shape, (tokens, experts), report);
         }
     }
 }
 
-fn random<const D: usize>(shape: [usize; D], std: f64, device: &CudaDevice) -> Tensor<B, D> {
+pub fn random<const D: usize>(shape: [usize; D], std: f64, device: &CudaDevice) -> Tensor<B, D> {
     Tensor::random(shape, Distribution::Normal(0.0, std), device)
 }
 
 /// Buffers to rotate among, so that none is in the cache when its turn comes.
-fn sets(gpu: &Gpu, bytes: usize) -> usize {
+pub fn sets(gpu: &Gpu, bytes: usize) -> usize {
     (4 * gpu.l2_bytes()).div_ceil(bytes).max(2)
 }
 
-fn rows(tokens: usize, experts: usize) -> RowGroups {
+pub fn rows(tokens: usize, experts: usize) -> RowGroups {
     RowGroups::new(&vec![tokens / experts; experts], tokens).expect("the experts divide the tokens")
 }
 
@@ -188,15 +192,15 @@ fn measure_expand(
     });
 }
 
-struct Place {
-    kernel: &'static str,
-    shape: &'static str,
-    tokens: usize,
-    experts: usize,
-    bytes: usize,
+pub struct Place {
+    pub kernel: &'static str,
+    pub shape: &'static str,
+    pub tokens: usize,
+    pub experts: usize,
+    pub bytes: usize,
 }
 
-fn measure(gpu: &Gpu, report: &mut Report, place: &Place, mut launch: impl FnMut(usize)) {
+pub fn measure(gpu: &Gpu, report: &mut Report, place: &Place, mut launch: impl FnMut(usize)) {
     let mut all = || (0..LAUNCHES).for_each(&mut launch);
     for _ in 0..2 {
         all();

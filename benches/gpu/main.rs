@@ -8,8 +8,10 @@
 //! Each part runs in processes of its own, this binary again: ranks as processes do not share
 //! CubeCL's locks, and counting launches needs a configuration that slows them down.
 
+mod backward;
 mod calls;
 mod case;
+mod collectives;
 mod cotangent;
 mod counts;
 mod gpu;
@@ -53,10 +55,12 @@ struct Args {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// Shrink and expand alone, on one GPU, timed on the device.
+    /// The products of an adapter alone, on one GPU, timed on the device.
     Kernels,
     /// Wall time of the adapters on two GPUs, forward and forward plus backward.
     Times,
+    /// Wall time of collectives alone, on two GPUs.
+    Collectives,
     /// Launches, collectives and allocations of one call.
     Counts,
 }
@@ -84,6 +88,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Some(Part::Times) => ranks::run(&args, times::run),
+        Some(Part::Collectives) => ranks::run(&args, collectives::run),
         Some(Part::Counts) => {
             counts::listen();
             // What a process logs is one rank's.

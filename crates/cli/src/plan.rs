@@ -1,7 +1,7 @@
 //! `moe-lora plan`
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
@@ -49,9 +49,9 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N")]
     tp: Option<usize>,
 
-    /// What the GPU bench wrote, for its machine [default: an H200's numbers]
+    /// What the GPU bench wrote, for its machine; may be repeated [default: an H200's numbers]
     #[arg(long, value_name = "FILE")]
-    bench: Option<PathBuf>,
+    bench: Vec<PathBuf>,
 
     /// Topologies to list
     #[arg(long, value_name = "N", default_value_t = 10)]
@@ -75,7 +75,10 @@ struct Planned {
 /// A configuration or a bench's output that cannot be read, or sizes that nothing divides.
 pub fn run(args: &PlanArgs, output: &Output) -> Result<()> {
     let model = ModelShape::read(&args.model)?;
-    let machine = machine(args.bench.as_deref())?;
+    let machine = args
+        .bench
+        .iter()
+        .try_fold(Machine::h200(), |machine, path| machine.with_bench(path))?;
     let job = Job::new(args.gpus)
         .with_gpus_per_node(args.gpus_per_node)
         .with_tokens(args.tokens)
@@ -92,14 +95,6 @@ pub fn run(args: &PlanArgs, output: &Output) -> Result<()> {
         plan,
     });
     Ok(())
-}
-
-fn machine(bench: Option<&Path>) -> Result<Machine> {
-    let machine = Machine::h200();
-    Ok(match bench {
-        Some(path) => machine.with_bench(path)?,
-        None => machine,
-    })
 }
 
 const GB: f64 = 1e9;
