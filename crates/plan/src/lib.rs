@@ -1,11 +1,11 @@
 //! A cost model: what LoRA on the experts of an MoE model takes at each topology, before a GPU is booked.
 //!
-//! ```no_run
+//! ```
 //! use moe_lora_plan::{Job, Machine, ModelShape, Plan};
 //! use std::path::Path;
 //!
 //! # fn main() -> Result<(), moe_lora_plan::PlanError> {
-//! let model = ModelShape::read(Path::new("Qwen3-30B-A3B"))?;
+//! let model = ModelShape::read(Path::new("tests/configs/qwen3-30b-a3b"))?;
 //! let plan = Plan::new(&model, &Job::new(8), &Machine::h200())?;
 //! let best = &plan.candidates[0];
 //! println!("EP {} ETP {}: {:.1} ms", best.sizes.ep, best.sizes.etp, best.time.total_us() / 1e3);

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moe_lora_files::{FileError, regular_file_len};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{Cost, Kernel, PlanError};
 
@@ -34,11 +34,17 @@ pub struct Machine {
     /// Of a large copy on one GPU: bytes read plus written.
     pub copy_bytes_per_s: f64,
     /// In the order of [`Kernel::ALL`].
+    #[serde(serialize_with = "by_name")]
     kernels: [Cost; 6],
     /// A collective of two ranks within a node; the rate is that out of one GPU.
     nvlink: Cost,
     /// A collective of two ranks of two nodes; the rate is that out of one GPU.
     network: Cost,
+}
+
+fn by_name<S: Serializer>(kernels: &[Cost; 6], serializer: S) -> Result<S::Ok, S::Error> {
+    let names = Kernel::ALL.map(Kernel::name);
+    serializer.collect_map(names.into_iter().zip(kernels))
 }
 
 /// A row of the bench's output. Rows and fields that are not asked for are passed over.
@@ -243,5 +249,63 @@ impl Rows {
             _ => {}
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Machine, PlanError> {
+        let rows = Rows::parse(Path::new("gpu.jsonl"), text)?;
+        let mut machine = Machine::h200();
+        machine.take(&rows)?;
+        Ok(machine)
+    }
+
+    #[test]
+    fn constants_are_those_of_the_rows() {
+        let machine = parse(
+            r#"{"part":"kernels","copy_bytes_per_s":3e12,"l2_bytes":1}
+               {"part":"kernels","kernel":"dz","bytes":1e6,"us":3}
+               {"part":"kernels","kernel":"dz","bytes":3e6,"us":5}
+               {"part":"kernels","kernel":"another","bytes":3e6,"us":5}
+               {"part":"collectives","collective":"all_gather","link":"nvlink","group":2,"bytes":2e6,"us":7}
+               {"part":"collectives","collective":"all_reduce","link":"nvlink","group":2,"bytes":3e6,"us":9}
+               {"part":"collectives","collective":"all_reduce","link":"nvlink","group":8,"bytes":3e6,"us":99}
+               {"part":"counts","launches":7}"#,
+        )
+        .unwrap();
+        let near = |cost: Cost, start: f64, rate: f64| {
+            let found = (cost.start_us / start - 1.0).abs() + (cost.bytes_per_s / rate - 1.0).abs();
+            assert!(found < 1e-9, "{cost:?}");
+        };
+        assert_eq!(machine.copy_bytes_per_s, 3e12);
+        near(machine.kernel(Kernel::Dz), 2.0, 1e12);
+        near(machine.link(Link::Nvlink), 6.0, 1e12);
+        let h200 = Machine::h200();
+        assert_eq!(machine.kernel(Kernel::Dx), h200.kernel(Kernel::Dx));
+        assert_eq!(machine.link(Link::Network), h200.link(Link::Network));
+    }
+
+    #[test]
+    fn one_size_of_a_collective_keeps_the_rate_of_the_data_sheet() {
+        let row = r#"{"part":"collectives","collective":"all_reduce","link":"network","group":2,"bytes":5e6,"us":150}"#;
+        let cost = parse(row).unwrap().link(Link::Network);
+        assert_eq!((cost.start_us, cost.bytes_per_s), (50.0, 50e9));
+    }
+
+    #[test]
+    fn any_text_is_read_or_refused() {
+        let seeds = [
+            H200,
+            "{\"part\":\"kernels\",\"kernel\":\"dz\",\"bytes\":1e308,\"us\":1e-308}",
+        ];
+        for seed in seeds {
+            let _ = parse(seed);
+        }
+        bolero::check!().for_each(|bytes: &[u8]| {
+            let _ = parse(&String::from_utf8_lossy(bytes));
+        });
     }
 }

@@ -84,6 +84,7 @@ impl Plan {
         let memory = job.memory_bytes.unwrap_or(machine.memory_bytes);
         let usable_bytes = memory * (1.0 - Job::HEADROOM);
         let mut candidates: Vec<_> = topologies(model, job)
+            .into_iter()
             .map(|sizes| Candidate::new(model, job, machine, sizes, usable_bytes))
             .collect();
         if candidates.is_empty() {
@@ -119,44 +120,35 @@ impl Plan {
 
 /// TP and EP x ETP divide the GPUs; TP the heads and the intermediate sizes of dense layers, EP the
 /// experts, ETP what it shards of the experts' weights and factors.
-fn topologies(model: &ModelShape, job: &Job) -> impl Iterator<Item = GroupSizes> {
+fn topologies(model: &ModelShape, job: &Job) -> Vec<GroupSizes> {
     let config = &model.config;
-    let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
+    let world = job.gpus;
     let dense = [
         model.heads,
         model.shared_intermediate() as usize,
         model.dense_intermediate as usize,
     ];
     let expert = [config.hidden_size, config.moe_intermediate_size, job.rank];
-    let asked = |size: Option<usize>, found: usize| size.is_none_or(|size| size == found);
-    let sizes: Vec<_> = divisors(job.gpus).collect();
-    let all = |n: usize, extents: [usize; 3]| extents.iter().all(|extent| extent.is_multiple_of(n));
-    let tps: Vec<_> = sizes
-        .iter()
-        .copied()
-        .filter(|tp| asked(job.tp, *tp) && all(*tp, dense))
-        .collect();
-    let eps: Vec<_> = sizes
-        .iter()
-        .copied()
-        .filter(|ep| asked(job.ep, *ep) && config.num_experts.is_multiple_of(*ep))
-        .collect();
-    let etps: Vec<_> = sizes
-        .into_iter()
-        .filter(|etp| asked(job.etp, *etp) && all(*etp, expert))
-        .collect();
+    let sizes = |asked: Option<usize>, extents: &[usize]| -> Vec<usize> {
+        let fits = |size: &usize| {
+            let divides = |extent: &usize| extent.is_multiple_of(*size);
+            world.is_multiple_of(*size) && extents.iter().all(divides)
+        };
+        let asked_for = |size: &usize| asked.is_none_or(|asked| asked == *size);
+        (1..=world).filter(asked_for).filter(fits).collect()
+    };
+    let (eps, etps) = (
+        sizes(job.ep, &[config.num_experts]),
+        sizes(job.etp, &expert),
+    );
     let mut found = Vec::new();
-    for tp in tps {
+    for tp in sizes(job.tp, &dense) {
         for &ep in &eps {
-            for &etp in &etps {
-                if job.gpus.is_multiple_of(ep * etp) {
-                    let world = job.gpus;
-                    found.push(GroupSizes { world, tp, ep, etp });
-                }
-            }
+            let etps = etps.iter().filter(|etp| world.is_multiple_of(ep * **etp));
+            found.extend(etps.map(|&etp| GroupSizes { world, tp, ep, etp }));
         }
     }
-    found.into_iter()
+    found
 }
 
 impl Candidate {
