@@ -30,6 +30,7 @@
 
 mod activations;
 mod attention;
+mod bench;
 mod cost;
 mod error;
 mod job;

@@ -1,18 +1,14 @@
 //! The constants of a machine, from what the bench measured on it.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use moe_lora_files::{FileError, regular_file_len};
 use serde::{Deserialize, Serialize, Serializer};
 
+use crate::bench::Rows;
 use crate::{Cost, Kernel, PlanError};
 
 /// What was measured on H200s, in the form of the bench's output.
 const H200: &str = include_str!("h200.jsonl");
-
-/// A run of the bench writes some 20 kB.
-const MAX_BYTES: u64 = 64 << 20;
 
 /// Links between GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,44 +43,6 @@ fn by_name<S: Serializer>(kernels: &[Cost; 6], serializer: S) -> Result<S::Ok, S
     serializer.collect_map(names.into_iter().zip(kernels))
 }
 
-/// A row of the bench's output. Rows and fields that are not asked for are passed over.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct Row {
-    part: String,
-    name: Option<String>,
-    memory_bytes: Option<f64>,
-    copy_bytes_per_s: Option<f64>,
-    kernel: Option<String>,
-    link: Option<Link>,
-    bytes_per_s: Option<f64>,
-    latency_us: Option<f64>,
-    collective: Option<String>,
-    group: Option<f64>,
-    bytes: Option<f64>,
-    us: Option<f64>,
-}
-
-/// Constants and measurements by what they are of.
-#[derive(Default)]
-struct Rows {
-    path: PathBuf,
-    name: Option<String>,
-    memory_bytes: Option<f64>,
-    copy_bytes_per_s: Option<f64>,
-    /// `(bytes, us)`, in the order of [`Kernel::ALL`].
-    kernels: [Vec<(f64, f64)>; 6],
-    links: [LinkRows; 2],
-}
-
-#[derive(Default)]
-struct LinkRows {
-    bytes_per_s: Option<f64>,
-    latency_us: Option<f64>,
-    /// Bytes that leave a rank, and the time of two ranks.
-    measured: Vec<(f64, f64)>,
-}
-
 impl Machine {
     /// H200s, eight a node: kernels, copy and an all-reduce of two as measured, the links' rates
     /// those of the data sheet, the network's latency assumed.
@@ -100,16 +58,7 @@ impl Machine {
     /// When the file cannot be read, has a row that is no JSON object or holds a number that is none
     /// above 0, has a kernel at one size alone, or has no row of a kernel or collective.
     pub fn with_bench(mut self, path: &Path) -> Result<Self, PlanError> {
-        let bytes = regular_file_len(path)?;
-        if bytes > MAX_BYTES {
-            return Err(PlanError::File(FileError::JsonTooLarge {
-                path: path.to_owned(),
-                bytes,
-                limit: MAX_BYTES,
-            }));
-        }
-        let text = fs::read_to_string(path).map_err(FileError::io("read", path))?;
-        let rows = Rows::parse(path, &text)?;
+        let rows = Rows::read(path)?;
         let kernels = rows.kernels.iter().any(|measured| !measured.is_empty());
         let links = rows.links.iter().any(|link| !link.measured.is_empty());
         if !kernels && !links {
@@ -176,79 +125,6 @@ impl Machine {
             Link::Nvlink => self.nvlink,
             Link::Network => self.network,
         }
-    }
-}
-
-impl Rows {
-    fn parse(path: &Path, text: &str) -> Result<Self, PlanError> {
-        let mut rows = Self {
-            path: path.to_owned(),
-            ..Self::default()
-        };
-        for (at, line) in text.lines().enumerate() {
-            if !line.trim().is_empty() {
-                rows.add(at + 1, line)?;
-            }
-        }
-        Ok(rows)
-    }
-
-    fn add(&mut self, line: usize, text: &str) -> Result<(), PlanError> {
-        let path = self.path.clone();
-        let row: Row =
-            serde_json::from_str(text).map_err(|source| PlanError::Row { path, line, source })?;
-        for (field, value) in [
-            ("memory_bytes", row.memory_bytes),
-            ("copy_bytes_per_s", row.copy_bytes_per_s),
-            ("bytes_per_s", row.bytes_per_s),
-            ("latency_us", row.latency_us),
-            ("group", row.group),
-            ("bytes", row.bytes),
-            ("us", row.us),
-        ] {
-            if let Some(value) = value
-                && !(value.is_finite() && value > 0.0)
-            {
-                return Err(PlanError::Number {
-                    path: self.path.clone(),
-                    line,
-                    field,
-                    value,
-                });
-            }
-        }
-        match (row.part.as_str(), row.bytes, row.us) {
-            ("machine", ..) => {
-                self.name = row.name;
-                self.memory_bytes = row.memory_bytes;
-            }
-            ("kernels", Some(bytes), Some(us)) => {
-                let named = |kernel: &Kernel| Some(kernel.name()) == row.kernel.as_deref();
-                if let Some(kernel) = Kernel::ALL.into_iter().find(named) {
-                    self.kernels[kernel as usize].push((bytes, us));
-                }
-            }
-            ("kernels", ..) => self.copy_bytes_per_s = row.copy_bytes_per_s,
-            ("links", ..) => {
-                if let Some(link) = row.link {
-                    let link = &mut self.links[link as usize];
-                    (link.bytes_per_s, link.latency_us) = (row.bytes_per_s, row.latency_us);
-                }
-            }
-            // Costs are those of two ranks; of larger groups the start alone would be another.
-            ("collectives", Some(bytes), Some(us)) if row.group == Some(2.0) => {
-                let share = match row.collective.as_deref() {
-                    Some("all_reduce") => 1.0,
-                    Some("all_gather" | "reduce_scatter" | "all_to_all") => 0.5,
-                    _ => return Ok(()),
-                };
-                if let Some(link) = row.link {
-                    self.links[link as usize].measured.push((bytes * share, us));
-                }
-            }
-            _ => {}
-        }
-        Ok(())
     }
 }
 
