@@ -2,15 +2,17 @@
 //! to the bit.
 
 use burn::tensor::{DType, Tensor};
-use moe_lora_experts::{Dispatch, RouterScore, TopKRouter};
+use moe_lora_adapters::Sharing;
+use moe_lora_experts::{Dispatch, ExpertLoad, GateUpTargets, RouterScore, TopKRouter};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
     Ep, Features, Group, Mesh, MockWorld, Topology, TopologyConfig, all_to_all, range_of,
 };
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Noise, assert_close, assert_far, mock, noise, oracle, panic_message, ranks,
-    unshard,
+    Ad, Axis, Matrix, Mocked, Noise, Ranks, assert_close, assert_far, mock, noise, oracle,
+    panic_message, ranks, unshard,
 };
+use moe_lora_tests::moe::{self, place};
 use proptest::prelude::*;
 
 const COLUMNS: usize = 3;
@@ -403,5 +405,45 @@ fn shard_sizes_that_do_not_fit_name_extent_and_group() {
             error.contains(&expected) && error.contains("expert_tp"),
             "{error}"
         );
+    }
+}
+
+// ---- load --------------------------------------------------------------------------------------
+
+#[test]
+fn the_tokens_of_every_rank_are_counted_once_at_every_topology() {
+    let case = moe::case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
+    let (moe, (x, _)) = (case.oracle(), moe::data(9));
+    let mut expected = vec![0; moe::EXPERTS];
+    for token in 0..9 {
+        for (expert, _) in moe.route(&x.pick_rows([token])) {
+            expected[expert] += 1;
+        }
+    }
+    for place in [
+        place(1, 1, 1, &[9]),
+        place(2, 1, 2, &[2, 7]),
+        place(1, 2, 2, &[3, 0, 4, 2]),
+        place(2, 2, 1, &[0, 5, 1, 3]),
+        place(4, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
+    ] {
+        let found = Mocked.run(place.topology, |mesh: &Mesh<Ad>, device| {
+            let layer = case.layer(&moe, mesh, device);
+            case.pass(&layer, mesh, device, &place.dealt, || ());
+            let own = layer.router.counter().take();
+            assert_eq!(
+                own.iter().sum::<usize>(),
+                moe::TOP_K * place.dealt[mesh.rank()]
+            );
+            // Two layers of other widths in one exchange.
+            let layers = ExpertLoad::over_ranks(&[own.clone(), vec![mesh.rank()]], mesh);
+            (own, layers)
+        });
+        let ranks = place.dealt.len();
+        for (own, layers) in &found {
+            assert_eq!(layers[0].tokens, expected, "{place:?}");
+            assert_eq!(layers[1].tokens, [ranks * (ranks - 1) / 2]);
+            assert!(ranks == 1 || *own != expected, "{place:?}: the rank's own");
+        }
     }
 }

@@ -25,6 +25,7 @@ mod lora_plus;
 mod merge;
 mod multi;
 mod named;
+mod norm;
 mod optimizer;
 mod pattern;
 mod pissa;
@@ -49,6 +50,7 @@ pub use lora_plus::LoraPlus;
 pub use moe_lora_kernels::{Activation, Compute, Slot, Strategy, TokenIds};
 pub use multi::{MultiLora, NamedLora};
 pub use named::{NamedAdapters, NamedSet};
+pub use norm::{AdapterNorm, adapter_norms};
 pub use optimizer::{OptimizerParts, ResumableOptimizer};
 pub use pissa::PissaStart;
 pub use recompute::Recompute;
@@ -57,5 +59,5 @@ pub use sync::sync_gradients;
 pub use targets::{Target, Targets};
 pub use weight::{
     AdapterBackend, Column, ColumnWeight, PlacedWeight, Placement, ReplicatedWeight, Row,
-    RowWeight, Weight, Whole,
+    RowWeight, TrainBackend, Weight, Whole,
 };

@@ -4,8 +4,8 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use burn::module::{Module, Param};
-use burn::tensor::backend::Backend;
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_kernels::{
     Between, Compute, DropoutMask, GroupedBackend, Layout, RowGroups, expand, expand_into,
@@ -23,6 +23,20 @@ use crate::{ShardAxis, WeightLayout};
 pub trait AdapterBackend: ParallelBackend + GroupedBackend {}
 
 impl<B: ParallelBackend + GroupedBackend> AdapterBackend for B {}
+
+/// A backend that adapters train on: one with autodiff whose inner backend communicates as it does.
+pub trait TrainBackend: AutodiffBackend<InnerBackend = Self::Inner> + AdapterBackend {
+    /// The backend without autodiff.
+    type Inner: AdapterBackend<Base = Self::Base, Device = Self::Device>;
+}
+
+impl<B, I> TrainBackend for B
+where
+    B: AutodiffBackend<InnerBackend = I> + AdapterBackend,
+    I: AdapterBackend<Base = B::Base, Device = B::Device>,
+{
+    type Inner = I;
+}
 
 /// The local part of a weight, one for all rows or one an expert.
 #[derive(Module, Debug)]
@@ -80,6 +94,14 @@ impl<B: Backend> Weight<B> {
         *self = match self {
             Self::One(_) => Self::One(frozen(stacked.squeeze_dim::<2>(0))),
             Self::PerExpert(_) => Self::PerExpert(frozen(stacked)),
+        }
+    }
+
+    /// The id under which gradients and optimizers have it.
+    pub fn id(&self) -> ParamId {
+        match self {
+            Self::One(weight) => weight.id,
+            Self::PerExpert(weight) => weight.id,
         }
     }
 

@@ -45,6 +45,7 @@
 //! | [`checkpoint`] | sharded checkpoints that load at any topology |
 //! | [`interchange`] | hub model directories and PEFT files |
 //! | `nccl` | with the feature of that name, ranks on GPUs |
+//! | `train` | with the feature of that name, runs of burn-train's `Learner` |
 //!
 //! # What it does not do
 //!
@@ -58,6 +59,8 @@ pub use moe_lora_kernels as kernels;
 #[cfg(feature = "nccl")]
 pub use moe_lora_nccl as nccl;
 pub use moe_lora_parallel as parallel;
+#[cfg(feature = "train")]
+pub use moe_lora_train as train;
 
 /// What a training loop names.
 pub mod prelude {
@@ -65,12 +68,12 @@ pub mod prelude {
         Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, GradientPlan, Init,
         LinearConfig, LoraConfig, LoraPlus, NamedAdapters, Recompute, ReplicatedLinear,
         ReplicatedLora, RowLinear, RowLora, Sharing, Slot, Strategy, Targets, TokenIds,
-        TrainedWeight, clip_gradients, gradient_norm, load_adapters, load_checkpoint,
-        save_checkpoint, sync_gradients,
+        TrainBackend, TrainedWeight, adapter_norms, clip_gradients, gradient_norm, load_adapters,
+        load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
-        GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
-        MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
+        ExpertLoad, GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig,
+        MoeLayer, MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
     #[cfg(feature = "nccl")]
@@ -79,6 +82,8 @@ pub mod prelude {
         Collective, Dp, Ep, ExpertDp, ExpertTp, Group, Mesh, MockWorld, Topology, TopologyConfig,
         Tp, Transport,
     };
+    #[cfg(feature = "train")]
+    pub use moe_lora_train::{Adapted, AdapterMetric, Finetune};
 }
 
 /// The README's code compiles and runs.

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use moe_lora_kernels::{GroupedBackend, linear};
 use moe_lora_parallel::shard_extent;
 
-use crate::ExpertsError;
+use crate::{ExpertsError, TokenCounter};
 
 /// How logits become the weights of the chosen experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +45,8 @@ pub struct TopKRouter<B: Backend> {
     top_k: usize,
     #[module(skip)]
     score: RouterScore,
+    #[module(skip)]
+    counter: TokenCounter,
 }
 
 /// The experts of each token.
@@ -118,7 +120,13 @@ impl<B: Backend> TopKRouter<B> {
             correction_bias: None,
             top_k,
             score,
+            counter: TokenCounter::new(num_experts),
         })
+    }
+
+    /// What counts the choices of this router and of its clones.
+    pub fn counter(&self) -> &TokenCounter {
+        &self.counter
     }
 
     /// Adds `[1, E]` to the logits.
@@ -152,6 +160,7 @@ impl<B: GroupedBackend> TopKRouter<B> {
             RouterScore::SigmoidThenTopK { .. } => sigmoid(logits),
         };
         let experts = self.choose(scores.clone().detach());
+        self.counter.add(&experts);
         let indices: Vec<i64> = experts.iter().map(|expert| *expert as i64).collect();
         let indices = Tensor::<B, 2, Int>::from_data(
             TensorData::new(indices, [scores.dims()[0], self.top_k]),

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
+use crate::region::{GATHER_FROM, apply};
 use crate::{
     Collective, Coordinates, Dp, Ep, ExpertDp, ExpertTp, Group, GroupKind, GroupName,
     ParallelBackend, Solo, Topology, TopologyError, Tp,
@@ -154,13 +156,48 @@ impl<B: ParallelBackend> Mesh<B> {
     ///
     /// When a collective fails.
     pub fn sum(&self, here: usize) -> usize {
+        self.sum_each(&[here])[0]
+    }
+
+    /// As [`sum`](Self::sum), of as many numbers as every rank passes, each by itself.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn sum_each(&self, here: &[usize]) -> Vec<usize> {
         // Ranks are expert tensor, then expert, then replica coordinates: three passes reach all.
-        fn over<B: ParallelBackend, G: GroupKind>(group: &Group<B, G>, here: usize) -> usize {
-            group.exchange_sizes(&[here]).into_iter().flatten().sum()
+        fn over<B: ParallelBackend, G: GroupKind>(
+            group: &Group<B, G>,
+            here: &[usize],
+        ) -> Vec<usize> {
+            let ranks = group.exchange_sizes(here);
+            let sum = |at: usize| ranks.iter().map(|numbers| numbers[at]).sum();
+            (0..here.len()).map(sum).collect()
+        }
+        if here.is_empty() {
+            return Vec::new();
         }
         let here = over(&self.expert_tp, here);
-        let here = over(&self.ep, here);
-        over(&self.expert_dp, here)
+        let here = over(&self.ep, &here);
+        over(&self.expert_dp, &here)
+    }
+
+    /// The values of all ranks, in rank order. Every rank passes as many.
+    ///
+    /// # Panics
+    ///
+    /// When a collective fails.
+    pub fn gather(&self, values: Tensor<B, 1>) -> Tensor<B, 1> {
+        fn over<B: ParallelBackend, G: GroupKind>(
+            values: Tensor<B, 1>,
+            group: &Group<B, G>,
+        ) -> Tensor<B, 1> {
+            let sizes = vec![values.dims()[0]; group.size()].into();
+            apply(values, GATHER_FROM, group, 0, &sizes)
+        }
+        let values = over(values, &self.expert_tp);
+        let values = over(values, &self.ep);
+        over(values, &self.expert_dp)
     }
 
     /// Whether it is so on every rank of the world. Every rank calls it.

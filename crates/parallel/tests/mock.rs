@@ -6,8 +6,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn::backend::Flex;
-use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor};
 use moe_lora_parallel::{
     Call, Collective, CollectiveError, CollectiveOp, GroupName, LaunchError, Mesh, MockRank,
     MockWorld, TopologyConfig, Transport, raise,
@@ -637,5 +637,34 @@ fn a_sum_over_the_world_counts_every_rank_once() {
             })
             .unwrap();
         assert_eq!(sums, [11_111_111; 8], "ep={ep} etp={etp}");
+    }
+}
+
+#[test]
+fn a_gather_over_the_world_is_in_rank_order_and_sums_stay_apart() {
+    for (ep, etp) in [(1, 1), (2, 2), (4, 2), (1, 4)] {
+        let topology = TopologyConfig::new(8).with_ep(ep).with_etp(etp).init();
+        let topology = topology.unwrap();
+        let found = MockWorld::new(8)
+            .run(|rank| {
+                let mesh = Mesh::<Flex>::new(topology, &rank).unwrap();
+                let own = mesh.rank() as f32;
+                let values = Tensor::<Flex, 1>::from_floats([own, -own], &Default::default());
+                let gathered = mesh.gather(values).into_data().to_vec::<f32>().unwrap();
+                (
+                    gathered,
+                    mesh.sum_each(&[mesh.rank(), 1]),
+                    mesh.sum_each(&[]),
+                )
+            })
+            .unwrap();
+        let ranks: Vec<f32> = (0..8)
+            .flat_map(|rank| [rank as f32, -(rank as f32)])
+            .collect();
+        let expected = (ranks, vec![28, 8], vec![]);
+        assert!(
+            found.iter().all(|found| *found == expected),
+            "ep={ep} etp={etp}: {found:?}"
+        );
     }
 }

@@ -136,7 +136,8 @@ pub struct Args {
     )]
     pub seed: u64,
 
-    /// Directory that the adapter is written to, as PEFT files, and metrics.jsonl with every step's loss
+    /// Directory that the adapter is written to, as PEFT files, with every step's numbers in metrics.jsonl and as the
+    /// pictures loss.svg and experts.svg
     #[arg(long, value_name = "DIR", default_value = "target/finetune")]
     pub out: PathBuf,
 

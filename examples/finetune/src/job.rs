@@ -7,23 +7,24 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, Sharing};
+use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, Sharing, TrainBackend};
 use burn_moe_lora::checkpoint::{Checkpoint, Manifest};
-use burn_moe_lora::experts::GateUpTargets;
+use burn_moe_lora::experts::{ExpertLoad, GateUpTargets};
 use burn_moe_lora::interchange::{HubModel, PeftAdapter};
 use burn_moe_lora::parallel::{Topology, TopologyConfig};
 
 use crate::adapter::{AdapterPlan, trained_parameters};
 use crate::args::{Args, OptimizerKind, RankLayout};
 use crate::merge::check_merged;
-use crate::metrics::{MetricsFile, StepMetrics};
+use crate::metrics::{MetricsFile, StepMetrics, read_metrics};
 use crate::moe::MoeBlocks;
 use crate::output::{Output, same_folder};
+use crate::picture::{LayerExperts, draw_experts, draw_loss};
 use crate::rank_model::RankModel;
 use crate::ranks::{self, Rank};
 use crate::report::{Banner, Progress, Summary};
 use crate::text::TextDataset;
-use crate::trainer::{TrainBackend, Trainer};
+use crate::trainer::{StepReport, Trainer};
 
 /// A job whose flags and files have been checked.
 pub struct Job {
@@ -168,16 +169,29 @@ impl Job {
         let metrics = first.then(|| MetricsFile::create(&self.args.out, done));
         let mut metrics = rank.agree(metrics.transpose())?;
         let mut progress = first.then(|| Progress::stderr(left, left.div_ceil(10)));
+        let mut experts = LayerExperts::of(&trainer.model.blocks.numbers);
         for step in done..steps {
             let start = Instant::now();
             let batch = self.text.train_batch(step, batch);
-            let loss = trainer.step(&batch)?;
+            let StepReport {
+                loss,
+                gradient_norm,
+                loads,
+            } = trainer.step(&batch)?;
             rank.check();
             ensure!(
                 loss.is_finite(),
                 "the loss of step {} is {loss} (lower --lr or --alpha)",
                 step + 1
             );
+            ensure!(
+                gradient_norm.is_finite(),
+                "the norm of the gradients of step {} is {gradient_norm} (lower --lr or --alpha)",
+                step + 1
+            );
+            for (experts, load) in experts.iter_mut().zip(&loads) {
+                experts.add(load);
+            }
             let tokens = batch.rows() * batch.length();
             if let Some(progress) = &mut progress {
                 progress.step(loss, tokens);
@@ -186,6 +200,9 @@ impl Job {
                 metrics.push(&StepMetrics {
                     step: step + 1,
                     loss,
+                    gradient_norm,
+                    idle_experts: loads.iter().map(ExpertLoad::idle).sum(),
+                    imbalance: loads.iter().map(ExpertLoad::imbalance).fold(1.0, f64::max),
                     tokens,
                     seconds: start.elapsed().as_secs_f64(),
                 });
@@ -214,7 +231,17 @@ impl Job {
         rank.check();
         let merge = merge?;
         self.output().write_merged(&merged, rank)?;
-        rank.agree(metrics.map_or(Ok(()), MetricsFile::finish))?;
+        let norms = adapted.blocks.expert_norms(&adapted.mesh);
+        for (experts, norms) in experts.iter_mut().zip(norms) {
+            experts.norms = norms;
+        }
+        let written = metrics.map_or(Ok(()), |metrics| {
+            metrics.finish()?;
+            let evals = [(done, eval_before), (steps, eval_after)];
+            draw_loss(&self.args.out, &read_metrics(&self.args.out)?, evals)?;
+            draw_experts(&self.args.out, &experts)
+        });
+        rank.agree(written)?;
         Ok(first.then(|| Summary {
             steps: left,
             tokens,

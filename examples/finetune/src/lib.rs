@@ -26,6 +26,7 @@ pub mod model;
 pub mod moe;
 pub mod norm;
 pub mod output;
+pub mod picture;
 pub mod precision;
 pub mod rank_model;
 pub mod ranks;

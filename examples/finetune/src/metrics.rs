@@ -17,6 +17,12 @@ pub struct StepMetrics {
     pub step: usize,
     /// Mean loss over the whole batch before the step's update, in nats a byte.
     pub loss: f64,
+    /// Norm of the gradients of all adapters.
+    pub gradient_norm: f64,
+    /// Experts of all layers that no byte chose.
+    pub idle_experts: usize,
+    /// Bytes of the busiest expert over the mean, in the layer where that is largest.
+    pub imbalance: f64,
     /// Bytes of the batch, over all ranks.
     pub tokens: usize,
     /// Wall time of the step.
@@ -102,6 +108,9 @@ mod tests {
         StepMetrics {
             step,
             loss: 2.5 / step as f64,
+            gradient_norm: 0.75,
+            idle_experts: 1,
+            imbalance: 1.5,
             tokens: 256,
             seconds: 0.125,
         }
@@ -121,7 +130,7 @@ mod tests {
         assert_eq!(write(4, 5..=6), (1..=6).map(step).collect::<Vec<_>>());
         assert_eq!(write(0, 1..=2), [step(1), step(2)]);
         let text = std::fs::read_to_string(folder.path().join(METRICS_FILE)).unwrap();
-        let line = r#"{"step":1,"loss":2.5,"tokens":256,"seconds":0.125}"#;
+        let line = r#"{"step":1,"loss":2.5,"gradient_norm":0.75,"idle_experts":1,"imbalance":1.5,"tokens":256,"seconds":0.125}"#;
         assert_eq!(text.lines().next(), Some(line));
     }
 

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn_moe_lora::adapters::{AdapterBackend, TrainedWeight};
+use burn_moe_lora::adapters::{AdapterBackend, AdapterNorm, TrainedWeight, adapter_norms};
 use burn_moe_lora::experts::{
     GateUpTargets, GluActivation, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights,
     RouterScore, SharedConfig,
@@ -52,6 +52,12 @@ impl<B: Backend> MoeBlocks<B> {
             .collect()
     }
 
+    /// The choices of this rank's tokens since the last call, by layer and expert.
+    pub fn take_counts(&self) -> Vec<Vec<usize>> {
+        let layers = self.layers.iter();
+        layers.map(|layer| layer.router.counter().take()).collect()
+    }
+
     /// The factors of every adapter, in an order that is the same on every rank.
     pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
         let layers = self.layers.iter();
@@ -60,6 +66,24 @@ impl<B: Backend> MoeBlocks<B> {
 }
 
 impl<B: AdapterBackend> MoeBlocks<B> {
+    /// How far the adapters move each expert, by layer: the norm of its deltas. Every rank calls it.
+    ///
+    /// # Panics
+    /// If a collective fails.
+    pub fn expert_norms(&self, mesh: &Mesh<B>) -> Vec<Vec<f64>> {
+        let of_layer = |layer: &MoeLayer<B>| {
+            let linears = adapter_norms(&layer.experts.trained_weights(), mesh);
+            let [experts, _] = layer.router.weight.dims();
+            let norm = |expert: usize| {
+                // A delta that the experts share is every expert's.
+                let of = |linear: &AdapterNorm| linear.experts[expert % linear.experts.len()];
+                linears.iter().map(of).fold(0.0, f64::hypot)
+            };
+            (0..experts).map(norm).collect()
+        };
+        self.layers.iter().map(of_layer).collect()
+    }
+
     /// Merges every adapter into its weight and drops it.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use crate::adapter::{file_layout, gather_adapter};
 use crate::args::Args;
 use crate::merge::gather_experts;
 use crate::metrics::METRICS_FILE;
+use crate::picture::{EXPERTS_FILE, LOSS_FILE};
 use crate::rank_model::RankModel;
 use crate::ranks::Rank;
 
@@ -33,6 +34,8 @@ impl Output<'_> {
             "adapter_model.safetensors",
             "adapter_config.json",
             METRICS_FILE,
+            LOSS_FILE,
+            EXPERTS_FILE,
         ];
         prepare(&self.args.out, &files, "--out")?;
         if let Some(folder) = &self.args.checkpoint {

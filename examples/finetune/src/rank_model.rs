@@ -5,8 +5,7 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use burn_moe_lora::adapters::AdapterBackend;
 use burn_moe_lora::interchange::HubModel;
-use burn_moe_lora::parallel::region::{GATHER_FROM, apply};
-use burn_moe_lora::parallel::{Group, GroupKind, Mesh, ParallelBackend};
+use burn_moe_lora::parallel::{Mesh, ParallelBackend};
 
 use crate::adapter::AdapterPlan;
 use crate::config::DenseConfig;
@@ -116,17 +115,6 @@ impl<B: AdapterBackend> RankModel<B> {
 /// # Panics
 /// If a collective fails.
 pub fn gather_world<B: ParallelBackend>(values: Tensor<B, 1>, mesh: &Mesh<B>) -> Vec<f64> {
-    // Expert ranks count fastest over tensor parallelism, then over expert and data parallelism.
-    let values = gather(values.detach(), mesh.expert_tp());
-    let values = gather(values, mesh.ep());
-    let values = gather(values, mesh.expert_dp());
-    values.into_data().iter::<f64>().collect()
-}
-
-fn gather<B: ParallelBackend, G: GroupKind>(
-    values: Tensor<B, 1>,
-    group: &Group<B, G>,
-) -> Tensor<B, 1> {
-    let sizes = vec![values.dims()[0]; group.size()].into();
-    apply(values, GATHER_FROM, group, 0, &sizes)
+    let values = mesh.gather(values.detach()).into_data();
+    values.iter::<f64>().collect()
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use burn::backend::{Autodiff, Flex};
+use burn_moe_lora::adapters::TrainBackend;
 use burn_moe_lora::parallel::{
     CollectiveError, Mesh, MockWorld, ParallelBackend, Topology, TopologyError, Transport, raise,
 };
@@ -12,7 +13,6 @@ use burn_moe_lora::parallel::{
 use crate::backend::{BackendKind, TransportKind};
 use crate::job::Job;
 use crate::report::Summary;
-use crate::trainer::TrainBackend;
 
 /// The job's backend on the CPU.
 pub type CpuBackend = Autodiff<Flex>;

@@ -5,29 +5,26 @@ use std::path::Path;
 use anyhow::Result;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, Optimizer};
-use burn::tensor::backend::AutodiffBackend;
 use burn_moe_lora::adapters::{
-    AdapterBackend, ResumableOptimizer, load_checkpoint, save_checkpoint, sync_gradients,
+    ResumableOptimizer, TrainBackend, gradient_norm, load_checkpoint, save_checkpoint,
+    sync_gradients,
 };
 use burn_moe_lora::checkpoint::{Checkpoint, LoadReport, Strictness};
-use burn_moe_lora::parallel::ParallelBackend;
+use burn_moe_lora::experts::ExpertLoad;
 
 use crate::moe::MoeBlocks;
 use crate::rank_model::{RankModel, gather_world};
 use crate::text::Batch;
 
-/// A backend that a job can train on: one with autodiff whose inner backend communicates as it does.
-pub trait TrainBackend: AutodiffBackend<InnerBackend = Self::Inner> + AdapterBackend {
-    /// The backend without autodiff.
-    type Inner: ParallelBackend<Base = Self::Base, Device = Self::Device>;
-}
-
-impl<B, I> TrainBackend for B
-where
-    B: AutodiffBackend<InnerBackend = I> + AdapterBackend,
-    I: ParallelBackend<Base = B::Base, Device = B::Device>,
-{
-    type Inner = I;
+/// What a step has found, the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// Mean loss over the whole batch before the update.
+    pub loss: f64,
+    /// Norm of the gradients of all adapters.
+    pub gradient_norm: f64,
+    /// Tokens of the experts, a layer each.
+    pub loads: Vec<ExpertLoad>,
 }
 
 /// A rank's model and the optimizer that updates its adapters.
@@ -67,21 +64,29 @@ where
 
     /// One step on this rank's rows of `batch`: forward, backward, gradients summed over the ranks, update.
     ///
-    /// Returns the mean loss over the whole batch before the update, the same on every rank. Each rank's term of it is
-    /// the sum over its own positions divided by the number of all: the gradients of the terms add up to that of the mean.
+    /// Each rank's term of the loss is the sum over its own positions divided by the number of all: the gradients of the
+    /// terms add up to that of the mean.
     ///
     /// # Errors
     /// Fewer rows than ranks.
     ///
     /// # Panics
     /// If an id is not below the vocabulary, or if a collective fails.
-    pub fn step(&mut self, batch: &Batch) -> Result<f64> {
+    pub fn step(&mut self, batch: &Batch) -> Result<StepReport> {
         let model = &mut self.model;
+        model.blocks.take_counts(); // of other passes
         let loss = model.loss(batch, &self.device)?.over(batch.predicted());
+        let counts = model.blocks.take_counts();
         let grads = GradientsParams::from_grads(loss.backward(), &model.blocks);
-        let grads = sync_gradients(&model.blocks.trained_weights(), grads, &model.mesh);
+        let weights = model.blocks.trained_weights();
+        let grads = sync_gradients(&weights, grads, &model.mesh);
+        let gradient_norm = gradient_norm(&weights, &grads, &model.mesh);
         model.blocks = self.optimizer.step(self.lr, model.blocks.clone(), grads);
-        Ok(gather_world(loss, &model.mesh).iter().sum())
+        Ok(StepReport {
+            gradient_norm,
+            loads: ExpertLoad::over_ranks(&counts, &model.mesh),
+            loss: gather_world(loss, &model.mesh).iter().sum(),
+        })
     }
 
     /// Saves adapters and optimizer state after `steps` steps. Every rank calls it.

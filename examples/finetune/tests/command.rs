@@ -430,6 +430,8 @@ fn folders_in_the_way_of_files_are_refused_before_training() {
         ("--out", "adapter_model.safetensors"),
         ("--out", "adapter_config.json"),
         ("--out", "metrics.jsonl"),
+        ("--out", "loss.svg"),
+        ("--out", "experts.svg"),
         ("--merged", "model.safetensors"),
         ("--merged", "config.json"),
     ] {
@@ -502,6 +504,42 @@ fn every_step_is_a_line_of_the_metrics_and_a_resumed_run_continues_them() {
         );
     }
     assert_eq!(printed.lines().count(), 2);
+}
+
+#[test]
+fn the_experts_are_drawn_alike_at_every_topology() {
+    let drawn = |ep: &str, etp: &str| -> Vec<f64> {
+        let folder = tempfile::tempdir().unwrap();
+        let topology = ["--ep", ep, "--etp", etp, "--out", "out"];
+        let batch = ["--length", "32", "--batch", "5", "--optimizer", "sgd"];
+        succeed(folder.path(), &[topology.as_slice(), &batch].concat());
+        let picture = std::fs::read_to_string(folder.path().join("out/experts.svg")).unwrap();
+        let lines = picture.lines();
+        lines.filter_map(|line| line.parse().ok()).collect()
+    };
+    let one = drawn("1", "1");
+    let [layers, experts, steps] = [2, 8, 2];
+    // A token count and a norm for every expert, their numbers, and the ends of two scales.
+    assert_eq!(one.len(), 2 * (layers * experts + experts + 2));
+    let tokens: f64 = one[..layers * experts].iter().sum();
+    assert_eq!(
+        tokens as usize,
+        layers * steps * 5 * 32 * 2,
+        "two experts a token"
+    );
+    let norms = &one[layers * experts + experts + 2..][..layers * experts];
+    assert!(norms.iter().any(|norm| *norm > 0.0), "{norms:?}");
+    for (ep, etp) in [("4", "1"), ("1", "4"), ("2", "2")] {
+        let found = drawn(ep, etp);
+        assert_eq!(found.len(), one.len());
+        for (found, one) in found.iter().zip(&one) {
+            // The last digit of a norm may round the other way.
+            assert!(
+                (found - one).abs() < 1.5e-3,
+                "ep {ep} etp {etp}: {found} and {one}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -80,7 +80,9 @@ impl Run {
                 assert_eq!(report.resharded.is_empty(), SAVED_AT == (world, ep, etp));
             }
             let losses = self.batches[from..to].iter();
-            let losses: Vec<f64> = losses.map(|batch| trainer.step(batch).unwrap()).collect();
+            let losses: Vec<f64> = losses
+                .map(|batch| trainer.step(batch).unwrap().loss)
+                .collect();
             trainer.save(save, to).unwrap();
             losses
         });
@@ -177,7 +179,7 @@ fn moments_that_are_not_restored_show_in_the_losses() {
         let mut fresh = Trainer::new(model, adamw(), 5e-3, device);
         let losses = run.batches[HALF..HALF + 3].iter();
         losses
-            .map(|batch| fresh.step(batch).unwrap())
+            .map(|batch| fresh.step(batch).unwrap().loss)
             .collect::<Vec<f64>>()
     });
     let losses = &losses.unwrap()[0];

@@ -57,7 +57,7 @@ fn train<O: ResumableOptimizer<Flex>>(
         let mut trainer = Trainer::new(model, optimizer(), lr, device);
         let losses: Vec<f64> = batches
             .iter()
-            .map(|batch| trainer.step(batch).unwrap())
+            .map(|batch| trainer.step(batch).unwrap().loss)
             .collect();
         let RankModel { blocks, mesh, .. } = &trainer.model;
         (losses, gather_adapter(blocks, mesh).unwrap())
