@@ -35,25 +35,30 @@ impl Times {
     }
 }
 
-/// Times windows of `calls` calls. `begin` brings the ranks to the same point; `wait` returns when
-/// the GPU has nothing left to do.
-pub fn wall(
+/// Times windows of `calls` calls on `subject`. `begin` brings the ranks to the same point; `wait`
+/// returns when the GPU has nothing left to do; `end` clears up after a window, outside of its time.
+pub fn wall<T>(
     windows: usize,
     calls: usize,
     begin: impl Fn(),
     wait: impl Fn(),
-    mut call: impl FnMut(usize),
+    subject: &mut T,
+    call: impl Fn(&mut T, usize),
+    end: impl Fn(&mut T),
 ) -> Times {
-    (0..WARM_UP).for_each(&mut call);
-    let window = |_| {
+    (0..WARM_UP).for_each(|i| call(subject, i));
+    end(subject);
+    let mut window = || {
         wait();
         begin();
         let start = Instant::now();
-        (0..calls).for_each(&mut call);
+        (0..calls).for_each(|i| call(subject, i));
         wait();
-        start.elapsed().as_secs_f64() * 1e6 / calls as f64
+        let us = start.elapsed().as_secs_f64() * 1e6 / calls as f64;
+        end(subject);
+        us
     };
-    Times::of((0..windows).map(window).collect())
+    Times::of((0..windows).map(|_| window()).collect())
 }
 
 /// Prints the times of every case, without and with fusion.
@@ -89,12 +94,26 @@ fn time<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, backe
     };
     for case in &CASES {
         let mut calls = Calls::<B>::new(case, group.clone(), args.inputs, rank.device());
-        let forward = wall(args.windows, args.calls, begin, wait, |call| {
-            calls.forward(call);
-        });
-        let both = wall(args.windows, args.calls, begin, wait, |call| {
-            calls.forward_backward(call);
-        });
+        // burn lets go of what a forward pass saved at the end of the next backward pass, not before.
+        let clear = |calls: &mut Calls<B>| drop(calls.forward_backward(0));
+        let forward = wall(
+            args.windows,
+            args.calls,
+            begin,
+            wait,
+            &mut calls,
+            |calls, call| drop(calls.forward(call)),
+            clear,
+        );
+        let both = wall(
+            args.windows,
+            args.calls,
+            begin,
+            wait,
+            &mut calls,
+            |calls, call| drop(calls.forward_backward(call)),
+            |_| (),
+        );
         calls.check();
         let (forward_bytes, both_bytes) = (
             case.forward_bytes(),

@@ -12,7 +12,6 @@ use cudarc::driver::DriverError;
 use cudarc::driver::{result, sys};
 
 use crate::StartError;
-use crate::pulse::Pulse;
 
 /// Number of GPUs of this machine that CUDA can use; 0 without a driver.
 pub fn gpu_count() -> usize {
@@ -31,7 +30,7 @@ pub(crate) struct Device {
     pub index: usize,
     /// CubeCL's, which every launch goes through. Taken at the first use: it is made with the first
     /// tensor.
-    queue: OnceLock<(DeviceHandle<Server>, Option<Pulse>)>,
+    queue: OnceLock<DeviceHandle<Server>>,
     context: sys::CUcontext,
     stream: sys::CUstream,
     idle: Mutex<Vec<Event>>,
@@ -102,17 +101,10 @@ impl Device {
     ///
     /// Launches may wait in the queue until it is full. This does not: other ranks wait for it.
     pub fn submit(&self, task: impl FnOnce(&mut Server) + Send + 'static) {
-        let (queue, pulse) = self.queue.get_or_init(|| {
-            let queue = || DeviceHandle::<Server>::new(CudaDevice::new(self.index).to_id());
-            let beat = queue();
-            let pulse = Pulse::start(gpu_count(), move || beat.flush_queue());
-            (queue(), pulse)
-        });
+        let id = || CudaDevice::new(self.index).to_id();
+        let queue = self.queue.get_or_init(|| DeviceHandle::new(id()));
         queue.submit(task);
         queue.flush_queue();
-        if let Some(pulse) = pulse {
-            pulse.wake();
-        }
     }
 
     /// Whether anything was ever submitted.

@@ -25,8 +25,6 @@ mod host;
 mod launch;
 #[cfg(feature = "cuda")]
 mod nccl;
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-mod pulse;
 pub mod rendezvous;
 mod token;
 #[cfg(feature = "cuda")]
