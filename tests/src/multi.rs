@@ -3,7 +3,8 @@
 
 use burn::optim::GradientsParams;
 use burn::tensor::DType;
-use moe_lora_adapters::{LoraConfig, NamedAdapters, Slot, TokenIds, sync_gradients};
+use burn::tensor::backend::Backend;
+use moe_lora_adapters::{Adaptable, LoraConfig, Slot, TokenIds, sync_gradients};
 use moe_lora_experts::{GateUpTargets, MoeLayer};
 use moe_lora_parallel::{Mesh, range_of};
 use moe_lora_testkit::{Matrix, Ranks, TrainingBackend, assert_all_close, oracle, synced_gradient};
@@ -137,9 +138,9 @@ impl Case {
     }
 
     /// The ids and slots of tokens.
-    pub fn tokens(
+    pub fn tokens<B: Backend>(
         &self,
-        layer: &impl NamedAdapters,
+        layer: &impl Adaptable<B>,
         tokens: impl Iterator<Item = usize> + Clone,
     ) -> TokenIds {
         let slots = tokens.clone().map(|token| match self.adapter_of(token) {

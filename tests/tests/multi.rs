@@ -1,10 +1,11 @@
 //! Several named adapters in one layer: at every topology output and all gradients equal those of one
 //! device that gives each token the adapter of its slot.
 
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Column, Dropout, Linear, LinearConfig, LoraConfig, NamedAdapters, Placement, ReplicatedLinear,
-    Row, Sharing, Slot, TokenIds, Whole,
+    Adaptable, Column, Dropout, Linear, LinearConfig, LoraConfig, Placement, ReplicatedLinear, Row,
+    Sharing, Slot, TokenIds, Whole,
 };
 use moe_lora_experts::{GateUpTargets, SlotOrder, WeighAt};
 use moe_lora_kernels::RowGroups;
@@ -165,7 +166,7 @@ fn dense_linear<P: Placement>(mesh: &Mesh<Ad>) -> Linear<Ad, Tp, P> {
     linear
 }
 
-fn dense_order(adapters: &impl NamedAdapters) -> SlotOrder {
+fn dense_order<B: Backend>(adapters: &impl Adaptable<B>) -> SlotOrder {
     let slots =
         SLOTS.map(|adapter| adapter.map_or(Slot::BASE, |k| adapters.slot(DENSE[k].0).unwrap()));
     SlotOrder::of(Some(&TokenIds::new(0, 0..6).with_slots(slots)))

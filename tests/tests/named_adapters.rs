@@ -4,9 +4,9 @@ use burn::module::AutodiffModule;
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, ColumnLinear, Dropout, Init, LinearConfig, LoraConfig, NamedAdapters, Sharing,
-    Slot, TokenIds, TrainedWeight, load_adapters, load_checkpoint, save_checkpoint,
-    stored_adapters, sync_gradients,
+    Activation, Adaptable, ColumnLinear, Dropout, Init, LinearConfig, LoraConfig, Sharing, Slot,
+    TokenIds, TrainedWeight, load_adapters, load_checkpoint, save_checkpoint, stored_adapters,
+    sync_gradients,
 };
 use moe_lora_checkpoint::{Checkpoint, Strictness};
 use moe_lora_experts::{GateUpTargets, MoeLayer};

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::Activation;
 
-/// An adapter that cannot be built as asked.
+/// An adapter that cannot be built as asked, or does not train.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum AdapterError {
@@ -243,6 +243,15 @@ pub enum AdapterError {
         found: usize,
         /// The full shape.
         expected: Vec<usize>,
+    },
+    /// Adapters that a backward pass left without gradients.
+    #[error(
+        "no gradient reached the adapters of {} (pass what their linears give on to the loss, and tokens to their experts)",
+        listed(linears)
+    )]
+    NoGradient {
+        /// The linears.
+        linears: Vec<String>,
     },
 }
 

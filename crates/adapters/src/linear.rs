@@ -119,15 +119,8 @@ impl LinearConfig {
             })?;
         let values = layout.gather(value);
         let weight = Weight::from_values(values, &layout, self.dtype, false, device);
-        Ok(Linear {
-            weight: PlacedWeight::new(weight, layout),
-            bias: None,
-            adapters: Vec::new(),
-            named: Vec::new(),
-            path: self.path,
-            fragments: self.fragments,
-            place: PhantomData,
-        })
+        let weight = PlacedWeight::new(weight, layout);
+        Ok(Linear::new(self.path, self.fragments, weight))
     }
 }
 
@@ -165,6 +158,19 @@ pub type RowLinear<B, G> = Linear<B, G, Row>;
 pub type ReplicatedLinear<B, G> = Linear<B, G, Whole>;
 
 impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
+    /// Without bias and adapters.
+    pub(crate) fn new(path: String, fragments: Vec<String>, weight: PlacedWeight<B, G, P>) -> Self {
+        Self {
+            weight,
+            bias: None,
+            adapters: Vec::new(),
+            named: Vec::new(),
+            path,
+            fragments,
+            place: PhantomData,
+        }
+    }
+
     /// The same linear with a frozen bias, whose full element for `(expert, row)` is `value`.
     /// Expert and row are global indices. Merging leaves it as it is.
     ///
@@ -231,7 +237,8 @@ impl<B: Backend, G: GroupKind, P: Placement> Linear<B, G, P> {
 
     /// Puts a new named adapter on the whole linear, or on the fragment of that path, beside others
     /// with names. Rows then come with the slots of their tokens, sorted by slot, within the rows of an
-    /// expert where the linear has experts. See [`NamedAdapters`](crate::NamedAdapters) for what can be done with them.
+    /// expert where the linear has experts. See
+    /// [`Adaptable`](crate::Adaptable) for what can be done with them.
     ///
     /// # Errors
     ///

@@ -578,12 +578,3 @@ impl<B: Backend> TrainedWeight<'_, B> {
         }
     }
 }
-
-impl<B: Backend> TrainedWeight<'_, B> {
-    /// Name of the factor in its linear, such as `lora_A`.
-    pub(crate) fn factor(&self) -> &str {
-        let factor = self.path.strip_prefix(self.linear);
-        let factor = factor.and_then(|factor| factor.strip_prefix('.'));
-        factor.unwrap_or(&self.path)
-    }
-}

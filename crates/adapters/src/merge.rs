@@ -5,7 +5,7 @@ use burn::tensor::{DType, Tensor};
 use moe_lora_parallel::{Group, GroupKind};
 
 use crate::{
-    Activation, AdapterBackend, AdapterError, Linear, Lora, NamedAdapters, PlacedWeight, Placement,
+    Activation, Adaptable, AdapterBackend, AdapterError, Linear, Lora, PlacedWeight, Placement,
     ShardAxis,
 };
 

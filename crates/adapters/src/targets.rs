@@ -147,6 +147,49 @@ impl Targets {
     }
 }
 
+impl Targets {
+    /// As [`resolve`](Self::resolve), of linears given by their targets, the whole and its fragments.
+    pub(crate) fn resolve_linears(
+        &self,
+        linears: &[Vec<&str>],
+        common: &LoraConfig,
+    ) -> Result<Vec<Target>, AdapterError> {
+        let chosen = self.select(&linears.concat())?;
+        let chosen = |path: &str| chosen.iter().any(|target| target == path);
+        let mut known = Vec::new();
+        for targets in linears {
+            let (whole, fragments) = (targets[0], &targets[1..]);
+            if !chosen(whole) {
+                known.extend(targets);
+            } else if fragments.iter().any(|path| self.excludes(path)) {
+                known.extend(fragments);
+            } else {
+                // Fragments given by name are kept, for the error that both have an adapter.
+                known.push(whole);
+                known.extend(fragments.iter().filter(|path| self.names(path)));
+            }
+        }
+        self.resolve(&known, common)
+    }
+
+    /// The patterns of targets.
+    pub(crate) fn patterns(&self) -> &[Pattern] {
+        &self.included
+    }
+
+    fn excludes(&self, path: &str) -> bool {
+        self.excluded.iter().any(|pattern| pattern.matches(path))
+    }
+
+    fn names(&self, path: &str) -> bool {
+        let mut names = self
+            .included
+            .iter()
+            .filter(|pattern| !pattern.0.contains('*'));
+        names.any(|name| name.matches(path))
+    }
+}
+
 fn first_of<T: Copy>(values: &[(Pattern, T)], path: &str) -> Option<T> {
     let found = values.iter().find(|(pattern, _)| pattern.matches(path));
     found.map(|(_, value)| *value)

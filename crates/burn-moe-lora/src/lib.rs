@@ -65,11 +65,11 @@ pub use moe_lora_train as train;
 /// What a training loop names.
 pub mod prelude {
     pub use moe_lora_adapters::{
-        Activation, AdapterBackend, ColumnLinear, ColumnLora, Dropout, GradientPlan, Init,
-        LinearConfig, LoraConfig, LoraPlus, NamedAdapters, Recompute, ReplicatedLinear,
-        ReplicatedLora, RowLinear, RowLora, Sharing, Slot, Strategy, Targets, TokenIds,
-        TrainBackend, TrainedWeight, adapter_norms, clip_gradients, gradient_norm, load_adapters,
-        load_checkpoint, save_checkpoint, sync_gradients,
+        Activation, Adaptable, AdapterBackend, AdapterReport, AnyLinear, ColumnLinear, ColumnLora,
+        Dropout, GradientPlan, Init, LinearConfig, LoraConfig, LoraPlus, Recompute,
+        ReplicatedLinear, ReplicatedLora, RowLinear, RowLora, Sharing, Slot, Strategy, Targets,
+        TokenIds, TrainBackend, TrainedWeight, adapter_norms, check_gradients, clip_gradients,
+        gradient_norm, load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
         ExpertLoad, GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig,

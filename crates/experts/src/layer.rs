@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterBackend, AdapterError, LoraConfig, NamedAdapters, NamedSet, TokenIds, TrainedWeight,
+    Adaptable, AdapterBackend, AdapterError, AnyLinear, LoraConfig, TokenIds, TrainedWeight,
 };
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
@@ -263,7 +263,7 @@ impl<B: Backend> MoeLayer<B> {
 
     /// Puts a named adapter on each of these linears, beside others with names. Each token then uses
     /// the adapter of its slot, given to [`forward_tokens`](Self::forward_tokens) with its id. See
-    /// [`NamedAdapters`] for what can be done with adapters by name.
+    /// [`Adaptable`] for what can be done with adapters by name.
     ///
     /// # Errors
     ///
@@ -482,15 +482,16 @@ impl<B: AdapterBackend> MoeLayer<B> {
     }
 }
 
-impl<B: Backend> NamedAdapters for MoeLayer<B> {
-    fn sets(&self) -> Vec<&dyn NamedSet> {
-        let shared = self.shared.iter().flat_map(|shared| shared.mlp.sets());
-        self.experts.sets().into_iter().chain(shared).collect()
+impl<B: Backend> Adaptable<B> for MoeLayer<B> {
+    fn linears(&self) -> Vec<&dyn AnyLinear<B>> {
+        let shared = self.shared.iter().flat_map(|shared| shared.mlp.linears());
+        self.experts.linears().into_iter().chain(shared).collect()
     }
 
-    fn sets_mut(&mut self) -> Vec<&mut dyn NamedSet> {
+    fn linears_mut(&mut self) -> Vec<&mut dyn AnyLinear<B>> {
         let shared = self.shared.iter_mut();
-        let shared = shared.flat_map(|shared| shared.mlp.sets_mut());
-        self.experts.sets_mut().into_iter().chain(shared).collect()
+        let shared = shared.flat_map(|shared| shared.mlp.linears_mut());
+        let experts = self.experts.linears_mut().into_iter();
+        experts.chain(shared).collect()
     }
 }

@@ -7,8 +7,8 @@ use burn::module::Module;
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::{
-    AdapterBackend, AdapterError, ColumnLinear, Linear, LinearConfig, LoraConfig, NamedAdapters,
-    NamedSet, Placement, RowLinear, TrainedWeight,
+    Adaptable, AdapterBackend, AdapterError, AnyLinear, ColumnLinear, Linear, LinearConfig,
+    LoraConfig, Placement, RowLinear, TrainedWeight,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::state::{IsFanout, IsSharded};
@@ -387,14 +387,12 @@ fn merge_present<B: AdapterBackend, G: GroupKind, P: Placement>(
     Ok(())
 }
 
-impl<B: Backend, G: GroupKind> NamedAdapters for SwigluMlp<B, G> {
-    fn sets(&self) -> Vec<&dyn NamedSet> {
-        [self.gate_up.sets(), self.down.sets()].concat()
+impl<B: Backend, G: GroupKind> Adaptable<B> for SwigluMlp<B, G> {
+    fn linears(&self) -> Vec<&dyn AnyLinear<B>> {
+        vec![&self.gate_up, &self.down]
     }
 
-    fn sets_mut(&mut self) -> Vec<&mut dyn NamedSet> {
-        let mut sets = self.gate_up.sets_mut();
-        sets.extend(self.down.sets_mut());
-        sets
+    fn linears_mut(&mut self) -> Vec<&mut dyn AnyLinear<B>> {
+        vec![&mut self.gate_up, &mut self.down]
     }
 }

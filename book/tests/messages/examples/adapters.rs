@@ -94,6 +94,9 @@ fn adapter() -> Vec<AdapterError> {
             found: 48,
             expected: vec![4, 2, 8],
         },
+        AdapterError::NoGradient {
+            linears: vec![path()],
+        },
     ]
 }
 
