@@ -81,6 +81,37 @@ fn adapter() -> Vec<AdapterError> {
             other: "mlp.experts.gate_up_proj".into(),
         },
         AdapterError::NoTargets,
+        AdapterError::NoOuter { path: path() },
+        AdapterError::Name { name: "a.b".into() },
+        AdapterError::NameTaken {
+            path: path(),
+            name: "fr".into(),
+            other: "fr".into(),
+        },
+        AdapterError::UnknownName {
+            name: "fx".into(),
+            hint: ", did you mean \"fr\"?".into(),
+            known: vec!["de".into(), "fr".into()],
+        },
+        AdapterError::Unlike {
+            name: "fr".into(),
+            other: "de".into(),
+            setting: "activation",
+            found: "Silu".into(),
+            expected: "Identity".into(),
+        },
+        AdapterError::CombinedDora {
+            path: path(),
+            name: "fr".into(),
+        },
+        AdapterError::Weights {
+            name: "both".into(),
+            weights: vec![f64::NAN, 1.0],
+        },
+        AdapterError::Several {
+            path: path(),
+            names: vec!["de".into(), "fr".into()],
+        },
         AdapterError::AllExcluded {
             excluded: vec!["*.layers.0.*".into()],
         },

@@ -28,6 +28,10 @@ fn interchange() -> Vec<InterchangeError> {
         InterchangeError::Nonlinear { linear: linear() },
         InterchangeError::MixedScales { linear: linear() },
         InterchangeError::HalfGateUp { layer },
+        InterchangeError::InnerShared {
+            layer,
+            projection: "down_proj",
+        },
         InterchangeError::StoredDtype {
             key: format!("{GATE}.lora_A"),
             dtype: Dtype::F64,
