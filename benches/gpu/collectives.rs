@@ -61,16 +61,24 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
             };
             let x = Tensor::<Plain, 2>::zeros([given, RANK], rank.device());
             let mut held = Some(x.into_primitive().tensor());
-            let times = wall(args.windows, args.calls, begin, wait, |_| {
-                // A sum has its buffer to itself and goes on in it, as that of an adapter does.
-                let given = match name {
-                    "all_reduce" => held.take(),
-                    _ => held.clone(),
-                };
-                let given = given.expect("it is put back after its call");
-                let y = call(&*group, given).unwrap_or_else(|error| panic!("{error}"));
-                held.get_or_insert(y);
-            });
+            let times = wall(
+                args.windows,
+                args.calls,
+                begin,
+                wait,
+                &mut held,
+                |held, _| {
+                    // A sum has its buffer to itself and goes on in it, as that of an adapter does.
+                    let given = match name {
+                        "all_reduce" => held.take(),
+                        _ => held.clone(),
+                    };
+                    let given = given.expect("it is put back after its call");
+                    let y = call(&*group, given).unwrap_or_else(|error| panic!("{error}"));
+                    held.get_or_insert(y);
+                },
+                |_| (),
+            );
             let bytes = 2 * tokens * RANK;
             report.row(
                 format!("{name:<16}{bytes:>12} bytes{:>10.1} us", times.median),
