@@ -6,10 +6,10 @@ use burn_cubecl::cubecl::prelude::barrier::Barrier;
 use burn_cubecl::cubecl::prelude::*;
 
 use super::outer::{Plan, part, write_totals};
-use super::product::UNITS;
+use super::product::{SQUARE, UNITS};
 use super::swizzled::{
-    Feed, HALF, Operand, PART, SQUARE, Swizzled, There, arrive, barriers, feed, first, multiply,
-    square, store, zeros,
+    Feed, HALF, Operand, PART, Swizzled, There, arrive, barriers, feed, first, multiply, square,
+    store, zeros,
 };
 
 /// What a kernel is compiled for.

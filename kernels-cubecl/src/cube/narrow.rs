@@ -9,11 +9,11 @@ use burn_cubecl::cubecl;
 use burn_cubecl::cubecl::prelude::barrier::Barrier;
 use burn_cubecl::cubecl::prelude::*;
 
-use super::product::UNITS;
+use super::product::{SQUARE, UNITS};
 use super::project::{NO_EXPERT, Plan, by_column, by_row, row_tile};
 use super::swizzled::{
-    Feed, HALF, Operand, PART, SQUARE, Swizzled, arrive, barriers, feed, first, multiply, square,
-    store, zeros,
+    Feed, HALF, Operand, PART, Swizzled, arrive, barriers, feed, first, multiply, square, store,
+    zeros,
 };
 
 /// What a kernel is compiled for.

@@ -14,12 +14,10 @@ use crate::Activation;
 
 /// Elements of a part.
 pub(crate) const PART: usize = 8;
-/// Rows that one plane multiplies at once.
-pub(crate) const SQUARE: usize = 16;
 /// Columns of one sum of a plane.
 pub(crate) const HALF: usize = 8;
 /// Lanes that share the columns of a sum: each has two neighbours of two rows.
-const MEMBERS: usize = 4;
+pub(crate) const MEMBERS: usize = 4;
 
 /// The extents of a block. `parts` is a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

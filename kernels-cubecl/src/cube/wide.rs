@@ -4,17 +4,15 @@
 use burn_cubecl::cubecl;
 use burn_cubecl::cubecl::prelude::*;
 
-use super::product::{PLANES, UNITS};
+use super::product::{PLANES, SQUARE, UNITS};
 use super::project::{Finish, NO_EXPERT, Plan, row_tile};
 use super::swizzled::{
-    Feed, HALF, Operand, PART, SQUARE, Swizzled, arrive, barriers, feed, first as first_of,
+    Feed, HALF, MEMBERS, Operand, PART, Swizzled, arrive, barriers, feed, first as first_of,
     multiply, place, square, zeros,
 };
 
 /// Columns that a plane computes at once: each lane has [`PART`] neighbours of two rows.
 const COLUMNS: usize = 4 * PART;
-/// Lanes that share a row.
-const MEMBERS: usize = 4;
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
