@@ -10,7 +10,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::cubecl::wgpu::WgpuRuntime;
 use burn_fusion::Fusion;
 use moe_lora_adapters::{Dropout, LoraConfig, Sharing};
-use moe_lora_experts::GateUpTargets;
+use moe_lora_experts::{GateUpTargets, WeighAt};
 use moe_lora_testkit::{Mocked, dropout_masks, kernels};
 use moe_lora_tests::grouped::Kind;
 use moe_lora_tests::moe::{case, place};
@@ -97,8 +97,11 @@ fn a_layer_is_exact_where_no_token_chose_a_rank_s_experts() {
 #[test]
 fn layers_are_exact_with_fusion() {
     let Some(_alone) = adapter() else { return };
-    let case = case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
-    case.check::<Autodiff<Fused>>(&Mocked, &place(1, 1, 2, &[4, 5]));
+    for weigh_at in [WeighAt::Output, WeighAt::Hidden] {
+        let case = case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
+        let case = moe::Case { weigh_at, ..case };
+        case.check::<Autodiff<Fused>>(&Mocked, &place(1, 1, 2, &[4, 5]));
+    }
 }
 
 #[test]

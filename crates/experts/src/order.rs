@@ -67,10 +67,15 @@ pub(crate) fn inverse(order: &[usize]) -> Vec<usize> {
 
 /// Row `i` of the result is row `rows[i]` of `x`.
 pub(crate) fn select<B: Backend>(x: Tensor<B, 2>, rows: &[usize]) -> Tensor<B, 2> {
+    let ([all, columns], chosen) = (x.dims(), rows.len());
     let rows: Vec<i64> = rows.iter().map(|row| *row as i64).collect();
-    let rows =
-        Tensor::<B, 1, Int>::from_data(TensorData::new(rows.clone(), [rows.len()]), &x.device());
-    x.select(0, rows)
+    let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [chosen]), &x.device());
+    match columns {
+        // Without a second dimension: where burn-fusion 0.21 fuses the rows with what broadcasts them,
+        // it reads each at its place plus the column of the result.
+        1 => x.reshape([all]).select(0, rows).reshape([chosen, 1]),
+        _ => x.select(0, rows),
+    }
 }
 
 #[cfg(test)]
