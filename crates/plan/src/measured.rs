@@ -17,6 +17,7 @@ struct Row {
     us: f64,
     case: String,
     forward_us: f64,
+    both_us: f64,
 }
 
 fn rows(text: &str) -> Vec<Row> {
@@ -49,6 +50,8 @@ fn assert_near(what: &str, predicted: f64, measured: f64) {
 const H200: &str = include_str!("h200.jsonl");
 /// An earlier version of the kernels, timed alone and in whole calls in one run.
 const TWO: &str = include_str!("../tests/bench/two_h200.jsonl");
+/// Whole calls with the kernels of the constants.
+const BOTH: &str = include_str!("../tests/bench/two_h200_both.jsonl");
 
 /// Fitted on the down projection, checked on the up projection: other widths, another rank.
 #[test]
@@ -101,6 +104,24 @@ fn forward_passes_follow_from_kernels_and_collectives_on_two_gpus() {
         let alone = |kernel| projection.bytes(kernel) / fit(&rows, shape, kernel).bytes_per_s * 1e6;
         let without: f64 = Kernel::FORWARD.map(alone).iter().sum();
         assert!(without < 0.7 * measured, "{without} of {measured}");
+    }
+}
+
+/// The constants alone, as `plan` uses them. The pass back has a collective of the size of that forward.
+#[test]
+fn forward_and_backward_passes_follow_from_the_constants_on_two_gpus() {
+    let (rows, machine) = (rows(BOTH), Machine::h200());
+    let link = machine.link(Link::Nvlink);
+    for (shape, sent) in [("fc2", 262_144.0), ("fc1", 131_072.0)] {
+        let projection = bench(shape, 4096.0, 4.0);
+        let us = |kernel: Kernel| machine.kernel(kernel).us(projection.bytes(kernel));
+        let predicted = Kernel::ALL.map(us).iter().sum::<f64>() + 2.0 * link.us(sent);
+        let case = format!("grouped {shape}");
+        let row = rows.iter().find(|row| row.case == case).unwrap();
+        assert_near(&case, predicted, row.both_us);
+        // Negative control: the kernels without their collectives.
+        let alone = Kernel::ALL.map(us).iter().sum::<f64>();
+        assert!(alone < 0.7 * row.both_us, "{alone} of {}", row.both_us);
     }
 }
 
