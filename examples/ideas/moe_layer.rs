@@ -32,12 +32,11 @@ fn layer(mesh: &Mesh<B>) -> Result<MoeLayer<B>> {
     };
     let mut layer = MoeConfig::new("mlp", HIDDEN, WIDE, EXPERTS, 2).init(weights, mesh, &device)?;
 
-    let known = layer.targets(GateUpTargets::Fused);
-    let chosen = Targets::new(["experts.gate_up_proj", "experts.down_proj"]).select(&known)?;
+    let targets = Targets::new(["experts.gate_up_proj", "experts.down_proj"]);
     let config = LoraConfig::new(4, 8.0)
         .with_init_b(Init::Xavier)
         .with_dropout(Dropout::before_a(0.25));
-    layer.adapt(&chosen, &config, &device)?;
+    layer.add_adapters(&targets, &config, &device)?;
     Ok(layer)
 }
 // ANCHOR_END: layer

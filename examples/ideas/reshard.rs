@@ -31,8 +31,7 @@ fn layer(mesh: &Mesh<B>) -> Result<MoeLayer<B>> {
         ..Default::default()
     };
     let mut layer = MoeConfig::new("mlp", HIDDEN, WIDE, EXPERTS, 2).init(weights, mesh, &device)?;
-    let chosen = layer.targets(GateUpTargets::Fused);
-    layer.adapt(&chosen, &LoraConfig::new(4, 8.0), &device)?;
+    layer.add_adapters(&Targets::new(["*"]), &LoraConfig::new(4, 8.0), &device)?;
     Ok(layer)
 }
 

@@ -1,9 +1,8 @@
 //! Dropout in the oracle: a token's mask folded into the factors, one token after the other.
 
 use moe_lora_adapters::{Dropout, DropoutAt, LoraConfig, TokenIds};
-use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::{DropoutKey, DropoutMask, RowGroups};
-use moe_lora_testkit::{Matrix, oracle};
+use moe_lora_testkit::{GateUpTargets, Matrix, oracle};
 
 /// The step of every case.
 pub const STEP: u64 = 3;

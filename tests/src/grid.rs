@@ -5,8 +5,10 @@
 
 use burn::tensor::DType;
 use moe_lora_adapters::{Activation, Dropout, LoraConfig, Sharing};
-use moe_lora_experts::{GateUpTargets, SharedConfig, WeighAt};
-use moe_lora_testkit::{Axis, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle};
+use moe_lora_experts::{SharedConfig, WeighAt};
+use moe_lora_testkit::{
+    Axis, GateUpTargets, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle,
+};
 
 use crate::dense::{COLUMN_AXES, COLUMN_SEQUENCE_AXES, Sum, row_axes, tp};
 use crate::grouped::Kind;

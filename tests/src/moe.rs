@@ -3,14 +3,12 @@
 
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{LoraConfig, Sharing, sync_gradients};
-use moe_lora_experts::{
-    GateUpTargets, MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt,
-};
+use moe_lora_adapters::{Adaptable, LoraConfig, Sharing, sync_gradients};
+use moe_lora_experts::{MoeConfig, MoeLayer, MoeWeights, RouterScore, SharedConfig, WeighAt};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close, gradient, noise,
-    oracle, synced_gradient, unshard, unshard_experts,
+    Axis, GateUpTargets, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close,
+    gradient, noise, oracle, synced_gradient, unshard, unshard_experts,
 };
 
 use crate::dropout;

@@ -5,9 +5,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::{Adaptable, LoraConfig, Slot, TokenIds, sync_gradients};
-use moe_lora_experts::{GateUpTargets, MoeLayer};
+use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{Mesh, range_of};
-use moe_lora_testkit::{Matrix, Ranks, TrainingBackend, assert_all_close, oracle, synced_gradient};
+use moe_lora_testkit::{
+    GateUpTargets, Matrix, Ranks, TrainingBackend, assert_all_close, oracle, synced_gradient,
+};
 
 use crate::dropout;
 use crate::moe::{self, Found, Outcome, Place};

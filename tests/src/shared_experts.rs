@@ -2,11 +2,12 @@
 
 use burn::module::Param;
 use burn::tensor::Tensor;
-use moe_lora_adapters::LoraConfig;
-use moe_lora_experts::{GateUpTargets, MlpConfig, SharedExperts};
+use moe_lora_adapters::{Adaptable, LoraConfig};
+use moe_lora_experts::{MlpConfig, SharedExperts};
 use moe_lora_parallel::{Mesh, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, gradient, noise, oracle, unshard,
+    Axis, GateUpTargets, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, gradient, noise,
+    oracle, unshard,
 };
 
 use crate::dense::{RANK, TOKENS, sizes, tp};

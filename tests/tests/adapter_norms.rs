@@ -1,10 +1,11 @@
 //! The norms of deltas whose factors lie over ranks, against the product on one device.
 
 use burn::tensor::DType;
-use moe_lora_adapters::{AdapterNorm, Sharing, adapter_norms};
-use moe_lora_experts::GateUpTargets;
+use moe_lora_adapters::{Adaptable, AdapterNorm, Sharing, adapter_norms};
 use moe_lora_parallel::Mesh;
-use moe_lora_testkit::{Ad, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, oracle};
+use moe_lora_testkit::{
+    Ad, GateUpTargets, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, oracle,
+};
 use moe_lora_tests::moe::{self, Case, Place, place};
 
 /// Additions behind a norm: the extents of two factors and the pairs of a rank.

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use burn_moe_lora::adapters::Weight;
 use burn_moe_lora::parallel::ParallelBackend;
 use burn_moe_lora::prelude::*;
-use moe_lora_testkit::noise;
+use moe_lora_testkit::{GateUpTargets, noise};
 
 const H: usize = 8;
 const E: usize = 4;
@@ -62,9 +62,9 @@ where
                 ..Default::default()
             };
             let mut layer = config.init(weights, &mesh, &device).unwrap();
-            let paths = layer.targets(GateUpTargets::Separate);
+            let targets = GateUpTargets::Separate.targets();
             let lora = LoraConfig::new(4, 8.0).with_init_b(Init::Xavier);
-            layer.adapt(&paths, &lora, &device).unwrap();
+            layer.add_adapters(&targets, &lora, &device).unwrap();
 
             let at = mesh.rank();
             let start = dealt[..at].iter().sum::<usize>() * H;

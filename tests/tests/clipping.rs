@@ -8,14 +8,13 @@ use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor};
 use half::bf16;
 use moe_lora_adapters::{
-    ClipError, ColumnLinear, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing,
-    TrainedWeight, Weight, clip_gradients, gradient_norm, sync_gradients,
+    Adaptable, ClipError, ColumnLinear, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear,
+    Sharing, TrainedWeight, Weight, clip_gradients, gradient_norm, sync_gradients,
 };
-use moe_lora_experts::GateUpTargets;
 use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, Ranks, SHARING, TrainingBackend, assert_close, assert_far, factors, mock,
-    ranks, synced_gradient,
+    Ad, GateUpTargets, Matrix, Mocked, Ranks, SHARING, TrainingBackend, assert_close, assert_far,
+    factors, mock, ranks, synced_gradient,
 };
 use moe_lora_tests::moe::{self, Case, Found, HIDDEN, Outcome, Place, REDUCTION, place};
 

@@ -9,14 +9,14 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing, TrainedWeight,
-    sync_gradients,
+    Adaptable, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, Sharing,
+    TrainedWeight, sync_gradients,
 };
-use moe_lora_experts::{GateUpTargets, WeighAt};
+use moe_lora_experts::WeighAt;
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{CollectiveOp, ExpertTp, Group, GroupName, Tp};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, Mocked, Noise, SHARING, assert_close, assert_far,
+    Ad, Axis, GateUpTargets, Matrix, MlpCase, Mocked, Noise, SHARING, assert_close, assert_far,
     central_differences, factors, mock, noise, oracle, panic_message, ranks, scale, shard, unshard,
     unshard_experts,
 };
@@ -384,8 +384,8 @@ fn a_fresh_adapter_changes_no_bit_of_a_layer_at_any_topology_and_precision() {
                 let bits = |y: Tensor<Ad, 2>| y.into_data();
                 let base = bits(layer.forward(x.clone(), &mesh));
                 let config = config(dtype).with_seed(3);
-                let paths = layer.targets(GATE_UP[1]);
-                layer.adapt(&paths, &config, &device).unwrap();
+                let targets = GATE_UP[1].targets();
+                layer.add_adapters(&targets, &config, &device).unwrap();
                 layer.start_magnitudes(&mesh);
                 assert_eq!(bits(layer.forward(x, &mesh)), base, "{dtype:?}");
                 // A, B and the magnitude of gate, up and down, of experts and of shared experts.
@@ -529,8 +529,8 @@ fn trained(place: &Place) -> BTreeMap<String, Vec<Matrix>> {
             let device = Default::default();
             let mut layer = bare.layer(&moe, &mesh, &device);
             let config = config(DType::F64).with_seed(5);
-            let paths = layer.targets(GATE_UP[0]);
-            layer.adapt(&paths, &config, &device).unwrap();
+            let targets = GATE_UP[0].targets();
+            layer.add_adapters(&targets, &config, &device).unwrap();
             layer.start_magnitudes(&mesh);
             if step > 0 {
                 let mut values = parts[mesh.rank()].iter().map(|(.., data)| data.clone());

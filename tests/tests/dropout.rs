@@ -6,14 +6,15 @@ use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, ColumnLinear, Dropout, LinearConfig, LoraConfig, Sharing, TokenIds, sync_gradients,
+    Activation, Adaptable, ColumnLinear, Dropout, LinearConfig, LoraConfig, Sharing, TokenIds,
+    sync_gradients,
 };
-use moe_lora_experts::{GateUpTargets, WeighAt};
+use moe_lora_experts::WeighAt;
 use moe_lora_kernels::{Compute, DropoutKey, DropoutMask, Layout, RowGroups, shrink_dropped};
 use moe_lora_parallel::{Group, Mesh, TopologyConfig, Tp, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, factors, noise,
-    panic_message, unshard, unshard_experts,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, factors,
+    noise, panic_message, unshard, unshard_experts,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
 use moe_lora_tests::dropout::tokens;

@@ -6,12 +6,11 @@
 
 use burn::tensor::DType;
 use moe_lora_adapters::{Activation, ColumnLinear, Dropout, LinearConfig, LoraConfig, RowLinear};
-use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{CollectiveOp, GroupName, MockWorld, Partial, Tp, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, assert_close, assert_far, mock, noise, oracle, ranks, relative_error,
-    scale, shard, unshard,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, assert_close, assert_far, mock, noise, oracle, ranks,
+    relative_error, scale, shard, unshard,
 };
 use moe_lora_tests::dense::{
     ALPHA, COLUMN_AXES, COLUMN_SEQUENCE_AXES, Case, D_IN, D_OUT, Found, RANK, Sum, TOKENS, parts,

@@ -5,9 +5,8 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing,
+    Activation, Adaptable, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing,
 };
-use moe_lora_experts::GateUpTargets;
 use moe_lora_kernels::{GroupedBackend, RowGroups, grouped_matmul};
 use moe_lora_parallel::{CollectiveOp, ExpertTp, Group, GroupName};
 use moe_lora_testkit::{
@@ -527,14 +526,10 @@ fn gate_and_up_of_the_mlp_name_their_targets() {
         let mlp = moe_lora_experts::MlpConfig::new("mlp", 2, 2)
             .init(weights, mesh.expert_tp(), &Default::default())
             .unwrap();
-        [
-            mlp.targets(GateUpTargets::Fused),
-            mlp.targets(GateUpTargets::Separate),
-        ]
+        let linears = mlp.linears().into_iter();
+        let targets = linears.flat_map(|linear| linear.targets());
+        targets.map(String::from).collect::<Vec<_>>()
     });
-    assert_eq!(targets[0][0], ["mlp.gate_up_proj", "mlp.down_proj"]);
-    assert_eq!(
-        targets[0][1],
-        ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    );
+    let names = ["gate_up_proj", "gate_proj", "up_proj", "down_proj"];
+    assert_eq!(targets[0], names.map(|name| format!("mlp.{name}")));
 }

@@ -7,12 +7,12 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::DType;
-use moe_lora_adapters::{LoraConfig, Sharing};
-use moe_lora_experts::{GateUpTargets, MoeConfig, MoeWeights, RouterScore, SharedConfig, WeighAt};
+use moe_lora_adapters::{Adaptable, LoraConfig, Sharing, Targets};
+use moe_lora_experts::{MoeConfig, MoeWeights, RouterScore, SharedConfig, WeighAt};
 use moe_lora_parallel::{Call, CollectiveOp, GroupName, Mesh, MockWorld, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpValues, Mocked, assert_close, assert_far, mock, noise, oracle, ranks,
-    unshard, unshard_experts,
+    Ad, Axis, GateUpTargets, Matrix, MlpValues, Mocked, assert_close, assert_far, mock, noise,
+    oracle, ranks, unshard, unshard_experts,
 };
 use moe_lora_tests::moe::{
     Case, EXPERTS, HIDDEN, INTERMEDIATE, Place, RANK, REDUCTION, TOP_K, case, data, place, shared,
@@ -551,8 +551,8 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
                 .init(weights, &mesh, &device)
                 .unwrap();
             let config = LoraConfig::new(2, 4.0).with_dtype(DType::F64);
-            let paths = ["moe.experts.down_proj".to_string()];
-            layer.adapt(&paths, &config, &device).unwrap();
+            let down = Targets::new(["down_proj"]);
+            layer.add_adapters(&down, &config, &device).unwrap();
             assert!(layer.experts.gate_up.adapters.is_empty());
             let of = |of: fn(&oracle::Lora) -> &Matrix| -> Vec<f32> {
                 let experts = adapted.experts.iter();
@@ -595,9 +595,9 @@ fn a_zero_adapter_is_bit_identical_to_the_layer_without_one() {
                             let mut layer = case.layer(&moe, &mesh, &Default::default());
                             if adapted {
                                 // A starts Kaiming, B at zero.
-                                let targets = layer.targets(gate_up);
+                                let targets = gate_up.targets();
                                 let device = Default::default();
-                                layer.adapt(&targets, &case.config, &device).unwrap();
+                                layer.add_adapters(&targets, &case.config, &device).unwrap();
                                 assert!(!layer.trained_weights().is_empty());
                             }
                             let (y, dx, _) =

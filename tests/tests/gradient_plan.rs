@@ -4,13 +4,13 @@ use burn::backend::Flex;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    GradientPlan, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing, TrainedWeight,
-    Weight,
+    Adaptable, GradientPlan, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing,
+    TrainedWeight, Weight,
 };
-use moe_lora_experts::GateUpTargets;
 use moe_lora_parallel::{ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, SHARING, assert_far, mock, ranks, shared_pair, synced_gradient,
+    Ad, GateUpTargets, Matrix, Mocked, SHARING, assert_far, mock, ranks, shared_pair,
+    synced_gradient,
 };
 use moe_lora_tests::moe::{self, Case, place};
 

@@ -17,11 +17,11 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{EarlyStoppingStrategy, Learner, TrainStep};
-use moe_lora_adapters::{AdapterBackend, Sharing, TrainedWeight};
-use moe_lora_experts::{GateUpTargets, MoeLayer, TokenCounter};
+use moe_lora_adapters::{Adaptable, AdapterBackend, Sharing, TrainedWeight};
+use moe_lora_experts::{MoeLayer, TokenCounter};
 use moe_lora_parallel::{Mesh, range_of};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, Ranks, assert_close, factors, panic_message, unshard_experts,
+    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, factors, panic_message, unshard_experts,
 };
 use moe_lora_tests::moe::{self, Case, HIDDEN, Place, REDUCTION, place};
 use moe_lora_train::{Adapted, AdapterMetric, AdapterTraining, Finetune, StepStats};

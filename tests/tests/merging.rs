@@ -5,14 +5,12 @@ use burn::backend::Flex;
 use burn::module::list_param_ids;
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    Activation, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear, RowLora,
-    Sharing, Weight,
+    Activation, Adaptable, AdapterError, ColumnLinear, Init, LinearConfig, LoraConfig, RowLinear,
+    RowLora, Sharing, Targets, Weight,
 };
-use moe_lora_experts::{
-    GateUpTargets, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig,
-};
+use moe_lora_experts::{MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{ExpertTp, Group, Mesh, MockWorld, TopologyConfig};
-use moe_lora_testkit::noise;
+use moe_lora_testkit::{GateUpTargets, noise};
 
 const RANK: usize = 48;
 const D_IN: usize = 104;
@@ -126,10 +124,9 @@ fn a_layer_merges_its_shared_experts_too() {
         .unwrap();
     let x = Tensor::<Flex, 2>::from_data(TensorData::new(values(4, 40), [5, 8]), &device);
     let plain = layer.forward(x.clone(), &mesh);
-    let paths = layer.targets(GateUpTargets::Fused);
-    let shared_only: Vec<_> = paths.into_iter().filter(|p| p.contains("shared")).collect();
+    let shared_only = Targets::new(["*.shared*"]);
     let lora = LoraConfig::new(2, 8.0).with_init_b(Init::Xavier);
-    layer.adapt(&shared_only, &lora, &device).unwrap();
+    layer.add_adapters(&shared_only, &lora, &device).unwrap();
     let adapted = layer.forward(x.clone(), &mesh);
     layer.merge(&mesh).unwrap();
     assert!(layer.trained_weights().is_empty());
@@ -175,11 +172,11 @@ fn adapted_layer(mesh: &Mesh<Flex>, adapted: bool) -> MoeLayer<Flex> {
         .init(weights, mesh, &device)
         .unwrap();
     if adapted {
-        let paths = layer.targets(GateUpTargets::Separate);
+        let targets = GateUpTargets::Separate.targets();
         let lora = LoraConfig::new(4, 5.3)
             .with_init_b(Init::Xavier)
             .with_dtype(DType::BF16);
-        layer.adapt(&paths, &lora, &device).unwrap();
+        layer.add_adapters(&targets, &lora, &device).unwrap();
     }
     layer
 }
@@ -361,12 +358,9 @@ fn a_layer_refuses_paths_that_it_does_not_have_and_changes_nothing() {
     let mut layer = MoeConfig::new("mlp", 4, 2, 2, 1)
         .init(weights, &mesh, &device)
         .unwrap();
-    let paths = [
-        "mlp.experts.down_proj".to_owned(),
-        "mlp.experts.down_prj".to_owned(),
-    ];
+    let targets = Targets::new(["experts.down_proj", "mlp.experts.down_prj"]);
     let error = layer
-        .adapt(&paths, &LoraConfig::new(1, 1.0), &device)
+        .add_adapters(&targets, &LoraConfig::new(1, 1.0), &device)
         .unwrap_err();
     assert!(
         error
@@ -458,11 +452,11 @@ fn a_layer_that_cannot_merge_one_of_its_linears_merges_none() {
         .init(weights, &mesh, &device)
         .unwrap();
     let plain = LoraConfig::new(1, 1.0).with_init_b(Init::Xavier);
-    let fc1 = ["mlp.experts.gate_up_proj".to_owned()];
-    layer.adapt(&fc1, &plain, &device).unwrap();
-    let fc2 = ["mlp.experts.down_proj".to_owned()];
+    let fc1 = Targets::new(["gate_up_proj"]);
+    layer.add_adapters(&fc1, &plain, &device).unwrap();
+    let fc2 = Targets::new(["down_proj"]);
     let silu = plain.with_activation(Activation::Silu);
-    layer.adapt(&fc2, &silu, &device).unwrap();
+    layer.add_adapters(&fc2, &silu, &device).unwrap();
     let before = layer.experts.gate_up.weight.weight.stacked().into_data();
     assert!(layer.merge(&mesh).is_err());
     assert_eq!(layer.trained_weights().len(), 4);

@@ -7,12 +7,12 @@ use moe_lora_adapters::{
     Adaptable, Column, Dropout, Linear, LinearConfig, LoraConfig, Placement, ReplicatedLinear, Row,
     Sharing, Slot, TokenIds, Whole,
 };
-use moe_lora_experts::{GateUpTargets, SlotOrder, WeighAt};
+use moe_lora_experts::{SlotOrder, WeighAt};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{Call, CollectiveOp, Group, Mesh, MockWorld, Tp, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, Ranks, assert_close, assert_far, gradient, mock, noise, oracle,
-    ranks, shard, unshard,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, gradient, mock,
+    noise, oracle, ranks, shard, unshard,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
 use moe_lora_tests::moe::{self, Place, place, shared};

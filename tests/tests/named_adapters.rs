@@ -5,15 +5,15 @@ use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
     Activation, Adaptable, ColumnLinear, Dropout, Init, LinearConfig, LoraConfig, Sharing, Slot,
-    TokenIds, TrainedWeight, load_adapters, load_checkpoint, save_checkpoint, stored_adapters,
-    sync_gradients,
+    Targets, TokenIds, TrainedWeight, load_adapters, load_checkpoint, save_checkpoint,
+    stored_adapters, sync_gradients,
 };
 use moe_lora_checkpoint::{Checkpoint, Strictness};
-use moe_lora_experts::{GateUpTargets, MoeLayer};
+use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{ExpertTp, Group, Mesh, range_of};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, Ranks, assert_close, assert_far, factors, mock, oracle, panic_message,
-    ranks,
+    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, factors, mock, oracle,
+    panic_message, ranks,
 };
 use moe_lora_tests::moe::{self, Place, data, place, shared};
 use moe_lora_tests::multi::{Adapter, Case, case};
@@ -121,10 +121,10 @@ fn an_adapter_is_added_under_the_name_of_a_removed_one_and_starts_anew() {
     let mut layer = layer().on_rank(&mesh, &Default::default());
     let fr = layer.slot("fr").unwrap();
     layer.remove("fr").unwrap();
-    let paths = layer.targets(GateUpTargets::Fused);
+    let targets = GateUpTargets::Fused.targets();
     let config = LoraConfig::new(2, 4.0).with_init_b(Init::Kaiming);
     layer
-        .adapt_named(&paths, "fr", &config, &Default::default())
+        .add_named_adapters("fr", &targets, &config, &Default::default())
         .unwrap();
     assert_eq!(layer.slot("fr").unwrap(), fr);
     assert_eq!(layer.adapter_names(), ["de", "fr", "idle"]);
@@ -138,14 +138,10 @@ fn an_adapter_is_added_under_the_name_of_a_removed_one_and_starts_anew() {
 fn an_adapter_of_one_linear_leaves_the_others_as_they_are() {
     let mesh = Mesh::<Ad>::solo();
     let mut layer = layer().on_rank(&mesh, &Default::default());
-    let down: Vec<String> = layer.targets(GateUpTargets::Fused);
-    let down: Vec<String> = down
-        .into_iter()
-        .filter(|p| p.ends_with("down_proj"))
-        .collect();
+    let down = Targets::new(["down_proj"]);
     let config = LoraConfig::new(2, 4.0).with_init_b(Init::Kaiming);
     layer
-        .adapt_named(&down, "down", &config, &Default::default())
+        .add_named_adapters("down", &down, &config, &Default::default())
         .unwrap();
     let slot = layer.slot("down").unwrap();
     assert!(layer.experts.gate_up.slot("down").is_err());
@@ -344,8 +340,8 @@ fn a_rank_that_the_group_does_not_divide_is_refused_beside_ranks_that_it_does() 
     let place = place(1, 1, 4, &[1, 1, 1, 1]);
     Mocked.run(place.topology, |mesh: &Mesh<Ad>, device| {
         let mut layer = layer().on_rank(mesh, device);
-        let paths = layer.targets(GateUpTargets::Fused);
-        let error = layer.adapt_named(&paths, "six", &LoraConfig::new(6, 4.0), device);
+        let (targets, config) = (GateUpTargets::Fused.targets(), LoraConfig::new(6, 4.0));
+        let error = layer.add_named_adapters("six", &targets, &config, device);
         assert_eq!(
             error.unwrap_err().to_string(),
             "moe.experts.gate_up_proj.six: lora rank=6 is not divisible by etp_size=4 (choose a divisor of 6 as etp_size)"
@@ -410,10 +406,12 @@ fn named_adapters_are_saved_under_their_names_and_load_at_another_topology() {
         let found = ranks(&mock(to.topology), to.topology, |mesh| {
             let device = Default::default();
             let mut layer = case.on_rank(&mesh, &device);
-            let paths = layer.targets(GateUpTargets::Fused);
+            let targets = GateUpTargets::Fused.targets();
             for Adapter { name, config, .. } in &case.adapters {
                 layer.remove(name).unwrap();
-                layer.adapt_named(&paths, name, config, &device).unwrap();
+                layer
+                    .add_named_adapters(name, &targets, config, &device)
+                    .unwrap();
             }
             let mut optimizer = AdamWConfig::new().init::<Ad, MoeLayer<Ad>>();
             let weights = MoeLayer::trained_weights;
@@ -451,8 +449,10 @@ fn one_of_several_adapters_is_saved_as_a_plain_one_and_loaded_under_another_name
         let found = ranks(&mock(to.topology), to.topology, |mesh| {
             let device = Default::default();
             let mut layer = case.on_rank(&mesh, &device);
-            let paths = layer.targets(GateUpTargets::Fused);
-            layer.adapt_named(&paths, "new", &config, &device).unwrap();
+            let targets = GateUpTargets::Fused.targets();
+            layer
+                .add_named_adapters("new", &targets, &config, &device)
+                .unwrap();
             let loaded = load_adapters(&checkpoint, layer, new_weights, &mesh, Strictness::Exact);
             let (layer, _) = loaded.unwrap();
             let new = layer.slot("new").unwrap();

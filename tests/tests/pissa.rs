@@ -8,17 +8,17 @@ use burn::tensor::quantization::{
 };
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    AdapterError, Column, Linear, LinearConfig, Lora, LoraConfig, PlacedWeight, Placement,
-    ResumeError, Row, RowLinear, Sharing, Weight, load_adapters, save_checkpoint, stored_adapters,
-    sync_gradients,
+    Adaptable, AdapterError, Column, Linear, LinearConfig, Lora, LoraConfig, PlacedWeight,
+    Placement, ResumeError, Row, RowLinear, Sharing, Weight, load_adapters, save_checkpoint,
+    stored_adapters, sync_gradients,
 };
 use moe_lora_checkpoint::{Checkpoint, Strictness};
-use moe_lora_experts::{GateUpTargets, MoeLayer};
+use moe_lora_experts::MoeLayer;
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{ExpertTp, Group, GroupKind, Mesh, Tp};
 use moe_lora_testkit::{
-    Ad, Matrix, assert_close, assert_far, mock, noise, oracle, panic_message, ranks, scale,
-    synced_gradient,
+    Ad, GateUpTargets, Matrix, assert_close, assert_far, mock, noise, oracle, panic_message, ranks,
+    scale, synced_gradient,
 };
 use moe_lora_tests::grouped::{D_IN, D_OUT, KINDS, Kind, RANK, etp};
 use moe_lora_tests::moe::{self, Found, Place, REDUCTION, place};
@@ -277,8 +277,8 @@ fn case(gate_up: GateUpTargets) -> moe::Case {
 fn layer(case: &moe::Case, mesh: &Mesh<Ad>) -> MoeLayer<Ad> {
     let device = Default::default();
     let mut layer = case.layer(&case.oracle(), mesh, &device);
-    let paths = layer.targets(case.gate_up);
-    layer.adapt(&paths, &case.config, &device).unwrap();
+    let targets = case.gate_up.targets();
+    layer.add_adapters(&targets, &case.config, &device).unwrap();
     layer
 }
 

@@ -10,13 +10,13 @@ use burn::backend::{Autodiff, Flex};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use moe_lora_adapters::{
-    AdapterBackend, Dropout, Init, LinearConfig, LoraConfig, Recompute, ReplicatedLinear, TokenIds,
-    Weight,
+    Adaptable, AdapterBackend, Dropout, Init, LinearConfig, LoraConfig, Recompute,
+    ReplicatedLinear, TokenIds, Weight,
 };
-use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
+use moe_lora_experts::{MlpWeights, MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{CollectiveOp, GroupName, Mesh, MockWorld, TopologyConfig, Tp};
-use moe_lora_testkit::{Matrix, noise, synced_gradient};
+use moe_lora_testkit::{GateUpTargets, Matrix, noise, synced_gradient};
 
 const H: usize = 8;
 const F: usize = 8;
@@ -59,8 +59,8 @@ fn train<C: CheckpointStrategy>() -> Vec<Trained> {
             let config = config();
             let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
                 let mut layer = layer(path, &mesh);
-                let paths = layer.targets(GateUpTargets::Fused);
-                layer.adapt(&paths, &config, &device).unwrap();
+                let targets = GateUpTargets::Fused.targets();
+                layer.add_adapters(&targets, &config, &device).unwrap();
                 layer
             });
             let table = TensorData::new(noise(3, 1, 10 * H).to_f32(), [10, H]);
@@ -132,8 +132,10 @@ fn gradients<C: CheckpointStrategy>(
     let run = |mesh: Mesh<Autodiff<Flex, C>>| {
         let layers = ["layers.0.mlp", "layers.1.mlp"].map(|path| {
             let mut layer = layer(path, &mesh);
-            let paths = layer.targets(GateUpTargets::Fused);
-            layer.adapt(&paths, &config, &Default::default()).unwrap();
+            let targets = GateUpTargets::Fused.targets();
+            layer
+                .add_adapters(&targets, &config, &Default::default())
+                .unwrap();
             layer.start_magnitudes(&mesh);
             layer
         });

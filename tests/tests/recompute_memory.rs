@@ -8,15 +8,15 @@ use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use moe_lora_adapters::{
-    AdapterBackend, ColumnLora, Dropout, Init, Lora, LoraConfig, Recompute, ShardAxis, TokenIds,
-    WeightLayout,
+    Adaptable, AdapterBackend, ColumnLora, Dropout, Init, Lora, LoraConfig, Recompute, ShardAxis,
+    TokenIds, WeightLayout,
 };
-use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights};
+use moe_lora_experts::{MlpWeights, MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_kernels::{
     Compute, DropoutKey, DropoutMask, Layout as Runs, RowGroups, dropout, shrink,
 };
 use moe_lora_parallel::{ExpertTp, Group, Mesh, TopologyConfig, Tp};
-use moe_lora_testkit::{mock, noise, ranks};
+use moe_lora_testkit::{GateUpTargets, mock, noise, ranks};
 
 type B = Autodiff<Flex>;
 
@@ -91,8 +91,10 @@ fn layer<B: AdapterBackend>(k: usize, mesh: &Mesh<B>) -> MoeLayer<B> {
     let mut layer = MoeConfig::new(format!("layers.{k}.mlp"), H, F, E, TOP_K)
         .init(weights, mesh, &Default::default())
         .unwrap();
-    let paths = layer.targets(GateUpTargets::Fused);
-    layer.adapt(&paths, &config, &Default::default()).unwrap();
+    let targets = GateUpTargets::Fused.targets();
+    layer
+        .add_adapters(&targets, &config, &Default::default())
+        .unwrap();
     layer
 }
 

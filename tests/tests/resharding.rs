@@ -6,16 +6,16 @@ use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamW, AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{DType, Tensor, TensorData};
 use moe_lora_adapters::{
-    Activation, Init, LoraConfig, ResumeError, Sharing, Weight, load_adapters, load_checkpoint,
-    save_checkpoint, stored_adapters, sync_gradients,
+    Activation, Adaptable, Init, LoraConfig, ResumeError, Sharing, Targets, Weight, load_adapters,
+    load_checkpoint, save_checkpoint, stored_adapters, sync_gradients,
 };
 use moe_lora_checkpoint::{
     AdapterActivation, AdapterEntry, AdapterSharing, Axis, Checkpoint, CheckpointError, Dtype,
     GroupSizes, LoadReport, Save, Strictness, TensorLayout,
 };
-use moe_lora_experts::{GateUpTargets, MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
+use moe_lora_experts::{MlpWeights, MoeConfig, MoeLayer, MoeWeights, SharedConfig};
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig};
-use moe_lora_testkit::{Ad, mock, noise, ranks, saved_tensors};
+use moe_lora_testkit::{Ad, GateUpTargets, mock, noise, ranks, saved_tensors};
 
 const HIDDEN: usize = 8;
 const F: usize = 12;
@@ -131,7 +131,7 @@ impl Case {
             .unwrap();
         let config = self.config().with_seed(seed);
         layer
-            .adapt(&layer.targets(self.targets), &config, &device)
+            .add_adapters(&self.targets.targets(), &config, &device)
             .unwrap();
         layer.start_magnitudes(mesh);
         layer
@@ -326,12 +326,8 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
         let device = Default::default();
         let mut layer = case.layer(2, &mesh);
         layer.merge(&mesh).unwrap();
-        let known = layer.targets(GateUpTargets::Fused);
-        let chosen: Vec<_> = known
-            .into_iter()
-            .filter(|path| targets.iter().any(|target| path.ends_with(target)))
-            .collect();
-        layer.adapt(&chosen, &config, &device).unwrap();
+        let targets = Targets::new(targets.iter().copied());
+        layer.add_adapters(&targets, &config, &device).unwrap();
         let outcome = load_adapters(
             &checkpoint,
             layer,
@@ -379,14 +375,16 @@ fn stored_settings_build_the_adapters_again() {
         let folder = tempfile::tempdir().unwrap();
         let mut layer = CASES[0].layer(1, &mesh);
         layer.merge(&mesh).unwrap();
-        let paths = layer.targets(GateUpTargets::Fused);
-        layer.adapt(&paths, &config, &Default::default()).unwrap();
+        let targets = GateUpTargets::Fused.targets();
+        layer
+            .add_adapters(&targets, &config, &Default::default())
+            .unwrap();
         layer.start_magnitudes(&mesh);
         let adam: Adam = AdamWConfig::new().init();
         save_checkpoint(folder.path(), 0, &layer.trained_weights(), &adam, &mesh).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let stored = stored_adapters(&checkpoint).unwrap();
-        assert_eq!(stored.len(), paths.len());
+        assert_eq!(stored.len(), layer.linears().len());
         assert!(
             stored.values().all(|stored| *stored == config),
             "{stored:?}"

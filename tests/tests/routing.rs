@@ -3,14 +3,14 @@
 
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::Sharing;
-use moe_lora_experts::{Dispatch, ExpertLoad, GateUpTargets, RouterScore, TopKRouter};
+use moe_lora_experts::{Dispatch, ExpertLoad, RouterScore, TopKRouter};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
     Ep, Features, Group, Mesh, MockWorld, Topology, TopologyConfig, all_to_all, range_of,
 };
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, Mocked, Noise, Ranks, assert_close, assert_far, mock, noise, oracle,
-    panic_message, ranks, unshard,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, Noise, Ranks, assert_close, assert_far, mock, noise,
+    oracle, panic_message, ranks, unshard,
 };
 use moe_lora_tests::moe::{self, place};
 use proptest::prelude::*;

@@ -5,13 +5,13 @@ use burn::optim::SgdConfig;
 use burn::tensor::DType;
 use burn_moe_lora::interchange::PeftAdapter;
 use moe_lora_adapters::{
-    Column, ColumnLinear, Init, Linear, LinearConfig, LoraConfig, Placement, Sharing, Target,
-    Targets, Whole, save_checkpoint,
+    Adaptable, AdapterError, Column, ColumnLinear, Init, Linear, LinearConfig, LoraConfig,
+    Placement, Sharing, Targets, Whole, save_checkpoint,
 };
 use moe_lora_checkpoint::Checkpoint;
-use moe_lora_experts::{ExpertsError, GateUpTargets, MoeLayer};
+use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{ExpertTp, Group, GroupKind, Mesh, Tp};
-use moe_lora_testkit::{Ad, Matrix, assert_close, mock, ranks};
+use moe_lora_testkit::{Ad, GateUpTargets, Matrix, assert_close, mock, ranks};
 use moe_lora_tests::grouped::etp;
 use moe_lora_tests::moe;
 
@@ -76,38 +76,23 @@ fn an_exported_adapter_says_that_it_is_rank_stabilised() {
 
 // ---- rank and experts of a token -----------------------------------------------------------------
 
-fn adapted(
-    rank: usize,
-    top_k: usize,
-    mesh: &Mesh<Ad>,
-) -> (MoeLayer<Ad>, Vec<Target>, Result<(), ExpertsError>) {
+fn adapted(rank: usize, top_k: usize, mesh: &Mesh<Ad>) -> Result<MoeLayer<Ad>, AdapterError> {
     let case = moe::Case {
         shared: moe::shared(false, false),
         adapted: false,
         ..moe::case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32)
     };
     let mut layer = case.layer(&case.oracle(), mesh, &Default::default());
-    let targets = Targets::new(["*"])
-        .with_rank_per_expert(top_k)
-        .resolve(&layer.targets(case.gate_up), &LoraConfig::new(rank, 8.0))
-        .unwrap();
-    let adapt = |target: &Target| {
-        layer.adapt(
-            std::slice::from_ref(&target.path),
-            &target.config,
-            &Default::default(),
-        )
-    };
-    let outcome = targets.iter().try_for_each(adapt);
-    (layer, targets, outcome)
+    let targets = Targets::new(["*"]).with_rank_per_expert(top_k);
+    layer.add_adapters(&targets, &LoraConfig::new(rank, 8.0), &Default::default())?;
+    Ok(layer)
 }
 
 #[test]
 fn the_scale_of_a_divided_rank_is_the_same_at_every_etp() {
     for (size, rank) in [(1, 8), (2, 8), (1, 16), (2, 16), (4, 16)] {
         ranks(&mock(etp(size)), etp(size), |mesh| {
-            let (layer, _, outcome) = adapted(rank, 4, &mesh);
-            outcome.unwrap();
+            let layer = adapted(rank, 4, &mesh).unwrap();
             for lora in &layer.experts.gate_up.adapters {
                 assert_eq!(lora.a.layout().d_out, rank / 4, "etp={size}");
                 assert_eq!(lora.config().scale(), 8.0 / (rank / 4) as f64, "etp={size}");
@@ -124,7 +109,7 @@ fn the_scale_of_a_divided_rank_is_the_same_at_every_etp() {
 fn a_rank_that_etp_cannot_cut_is_refused_and_not_rounded_up() {
     // Rounded up to 4, fc1 would have the scale 2 where fc2 has 4.
     let messages = ranks(&mock(etp(4)), etp(4), |mesh| {
-        adapted(8, 4, &mesh).2.unwrap_err().to_string()
+        adapted(8, 4, &mesh).unwrap_err().to_string()
     });
     assert!(messages.iter().all(|message| *message == messages[0]));
     assert_eq!(
@@ -135,14 +120,13 @@ fn a_rank_that_etp_cannot_cut_is_refused_and_not_rounded_up() {
 
 #[test]
 fn shared_experts_keep_the_rank_beside_routed_ones_that_divide_it() {
-    let (layer, targets, outcome) = adapted(8, 4, &Mesh::solo());
-    outcome.unwrap();
-    let ranks = |part: &str| {
-        let own = targets.iter().filter(|target| target.path.contains(part));
-        own.map(|target| target.config.rank).collect::<Vec<_>>()
-    };
-    assert_eq!(ranks(".experts."), [2, 2]);
-    assert_eq!(ranks(".shared_expert."), [8, 8]);
-    let shared = layer.shared.as_ref().unwrap().mlp.trained_weights();
-    assert_eq!(shared[0].layout.d_out, 8);
+    let layer = adapted(8, 4, &Mesh::solo()).unwrap();
+    let (experts, shared) = (&layer.experts, &layer.shared.as_ref().unwrap().mlp);
+    for (mlp, rank) in [
+        (experts.trained_weights(), 2),
+        (shared.trained_weights(), 8),
+    ] {
+        let a: Vec<_> = mlp.iter().step_by(2).map(|a| a.layout.d_out).collect();
+        assert_eq!(a, [rank, rank]);
+    }
 }

@@ -5,11 +5,12 @@
 use burn::backend::Flex;
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor};
-use moe_lora_adapters::{Dropout, Sharing, TokenIds, Weight, sync_gradients};
-use moe_lora_experts::{GateUpTargets, MoeLayer};
+use moe_lora_adapters::{Adaptable, Dropout, Sharing, TokenIds, Weight, sync_gradients};
+use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{Mesh, range_of};
 use moe_lora_testkit::{
-    Ad, Matrix, Mocked, Ranks, assert_close, assert_far, factors, mock, ranks, unshard_experts,
+    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, factors, mock, ranks,
+    unshard_experts,
 };
 use moe_lora_tests::moe::{self, Case, Place, REDUCTION, place};
 

@@ -5,17 +5,17 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Init, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing, TrainedWeight, Weight,
-    sync_gradients,
+    Adaptable, Init, LinearConfig, LoraConfig, ReplicatedLinear, RowLinear, Sharing, TrainedWeight,
+    Weight, sync_gradients,
 };
-use moe_lora_experts::{GateUpTargets, MoeConfig, MoeLayer, MoeWeights};
+use moe_lora_experts::{MoeConfig, MoeLayer, MoeWeights};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{
     CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp, range_of,
 };
 use moe_lora_testkit::{
-    Ad, Axis, Matrix, MlpCase, MlpValues, SHARING, assert_close, assert_far, factors, mock, noise,
-    oracle, ranks, shared_pair, synced_gradient, unshard_experts,
+    Ad, Axis, GateUpTargets, Matrix, MlpCase, MlpValues, SHARING, assert_close, assert_far,
+    factors, mock, noise, oracle, ranks, shared_pair, synced_gradient, unshard_experts,
 };
 
 const RANK: usize = 4;
@@ -288,8 +288,8 @@ fn layer(mesh: &Mesh<Ad>, config: &LoraConfig) -> MoeLayer<Ad> {
         .with_dtype(config.dtype)
         .init(weights, mesh, &device)
         .unwrap();
-    let targets = layer.targets(GateUpTargets::Fused);
-    layer.adapt(&targets, config, &device).unwrap();
+    let targets = GateUpTargets::Fused.targets();
+    layer.add_adapters(&targets, config, &device).unwrap();
     layer
 }
 

@@ -20,8 +20,7 @@
 //!     let experts = MlpWeights { gate: &w, up: &w, down: &w, biases: None };
 //!     let weights = MoeWeights { router: &router, experts, ..Default::default() };
 //!     let mut layer = MoeConfig::new("mlp", 16, 32, 8, 2).init(weights, &mesh, &device)?;
-//!     let paths = Targets::new(["gate_up_proj", "down_proj"]).select(&layer.targets(GateUpTargets::Fused))?;
-//!     layer.adapt(&paths, &LoraConfig::new(4, 8.0), &device)?;
+//!     layer.add_adapters(&Targets::new(["gate_up_proj", "down_proj"]), &LoraConfig::new(4, 8.0), &device)?;
 //!
 //!     let x = Tensor::random([5, 16], Distribution::Default, &device); // this rank's own tokens
 //!     let loss = layer.forward(x, &mesh).powi_scalar(2).sum();
@@ -72,8 +71,8 @@ pub mod prelude {
         gradient_norm, load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
     pub use moe_lora_experts::{
-        ExpertLoad, GateUpTargets, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig,
-        MoeLayer, MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
+        ExpertLoad, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
+        MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
     };
     pub use moe_lora_kernels::RowGroups;
     #[cfg(feature = "nccl")]

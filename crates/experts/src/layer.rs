@@ -3,15 +3,13 @@
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
-use moe_lora_adapters::{
-    Adaptable, AdapterBackend, AdapterError, AnyLinear, LoraConfig, TokenIds, TrainedWeight,
-};
+use moe_lora_adapters::{Adaptable, AdapterBackend, AnyLinear, TokenIds};
 use moe_lora_parallel::{ExpertTp, Mesh, ParallelBackend, Tokens};
 
 use crate::tokens::gather;
 use crate::{
-    Dispatch, ExpertsError, GateUpTargets, GluActivation, MlpConfig, MlpWeights, RouterScore,
-    Routing, SharedExperts, SwigluMlp, TopKRouter,
+    Dispatch, ExpertsError, GluActivation, MlpConfig, MlpWeights, RouterScore, Routing,
+    SharedExperts, SwigluMlp, TopKRouter,
 };
 
 /// Where the routing weights are multiplied in. The two agree but for rounding, and where experts
@@ -230,87 +228,9 @@ pub struct MoeLayer<B: Backend> {
     weigh_at: WeighAt,
 }
 
-impl<B: Backend> MoeLayer<B> {
-    /// Paths that an adapter can be put on.
-    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
-        let mut paths = self.experts.targets(gate_up);
-        if let Some(shared) = &self.shared {
-            paths.extend(shared.mlp.targets(gate_up));
-        }
-        paths
-    }
-
-    /// Puts an adapter on each of these linears, by the full paths that
-    /// [`Targets::select`](moe_lora_adapters::Targets::select) gives.
-    ///
-    /// # Errors
-    ///
-    /// When a path is none of this layer's, when a linear has an adapter already, or when the
-    /// config does not fit. Unknown paths are found before anything is changed.
-    pub fn adapt(
-        &mut self,
-        paths: &[String],
-        config: &LoraConfig,
-        device: &B::Device,
-    ) -> Result<(), ExpertsError> {
-        self.check_paths(paths)?;
-        self.experts.adapt(paths, config, device)?;
-        if let Some(shared) = &mut self.shared {
-            shared.mlp.adapt(paths, config, device)?;
-        }
-        Ok(())
-    }
-
-    /// Puts a named adapter on each of these linears, beside others with names. Each token then uses
-    /// the adapter of its slot, given to [`forward_tokens`](Self::forward_tokens) with its id. See
-    /// [`Adaptable`] for what can be done with adapters by name.
-    ///
-    /// # Errors
-    ///
-    /// When a path is none of this layer's, when a linear has an adapter of this name or one without a
-    /// name already, or when the config does not fit, see
-    /// [`MultiLora::add`](moe_lora_adapters::MultiLora::add). Unknown paths are found before anything is
-    /// changed.
-    pub fn adapt_named(
-        &mut self,
-        paths: &[String],
-        name: &str,
-        config: &LoraConfig,
-        device: &B::Device,
-    ) -> Result<(), ExpertsError> {
-        self.check_paths(paths)?;
-        self.experts.adapt_named(paths, name, config, device)?;
-        if let Some(shared) = &mut self.shared {
-            shared.mlp.adapt_named(paths, name, config, device)?;
-        }
-        Ok(())
-    }
-
-    fn check_paths(&self, paths: &[String]) -> Result<(), AdapterError> {
-        let known: Vec<String> = [GateUpTargets::Fused, GateUpTargets::Separate]
-            .into_iter()
-            .flat_map(|gate_up| self.targets(gate_up))
-            .collect();
-        match paths.iter().find(|path| !known.contains(path)) {
-            // The same message as a pattern's that matches nothing, near name included.
-            Some(path) => Err(AdapterError::unknown_target(path, &known)),
-            None => Ok(()),
-        }
-    }
-
-    /// The factors of every adapter, in an order that is the same on every rank.
-    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
-        let mut weights = self.experts.trained_weights();
-        if let Some(shared) = &self.shared {
-            weights.extend(shared.mlp.trained_weights());
-        }
-        weights
-    }
-}
-
 impl<B: AdapterBackend> MoeLayer<B> {
     /// Starts the magnitudes of DoRA adapters that have none yet. Every rank calls it, after
-    /// [`adapt`](Self::adapt) and before the first pass; without DoRA it does nothing. See
+    /// [`add_adapters`](Adaptable::add_adapters) and before the first pass; without DoRA it does nothing. See
     /// [`Linear::start_magnitudes`](moe_lora_adapters::Linear::start_magnitudes).
     ///
     /// # Panics
@@ -324,7 +244,7 @@ impl<B: AdapterBackend> MoeLayer<B> {
     }
 
     /// Starts PiSSA adapters that are not started yet. Every rank calls it, after
-    /// [`adapt`](Self::adapt) and before the first pass; without PiSSA it does nothing. See
+    /// [`add_adapters`](Adaptable::add_adapters) and before the first pass; without PiSSA it does nothing. See
     /// [`Linear::start_pissa`](moe_lora_adapters::Linear::start_pissa).
     ///
     /// # Errors

@@ -20,7 +20,7 @@ pub use dispatcher::Dispatch;
 pub use error::ExpertsError;
 pub use layer::{MoeConfig, MoeLayer, MoeWeights, SharedConfig, WeighAt};
 pub use load::{ExpertLoad, TokenCounter};
-pub use mlp::{GateUpTargets, MlpBiases, MlpConfig, MlpWeights, SwigluMlp};
+pub use mlp::{MlpBiases, MlpConfig, MlpWeights, SwigluMlp};
 pub use order::SlotOrder;
 pub use router::{RouterScore, Routing, TopKRouter};
 pub use shared::SharedExperts;

@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use moe_lora_adapters::{
     Adaptable, AdapterBackend, AdapterError, AnyLinear, ColumnLinear, Linear, LinearConfig,
-    LoraConfig, Placement, RowLinear, TrainedWeight,
+    Placement, RowLinear,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::state::{IsFanout, IsSharded};
@@ -17,15 +17,6 @@ use moe_lora_parallel::{
 };
 
 use crate::{ExpertsError, GluActivation};
-
-/// Whether gate and up have one adapter or one each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateUpTargets {
-    /// One `A` for both, `B [2F, r]`: target `gate_up_proj`.
-    Fused,
-    /// An adapter each, as most PEFT files have them: targets `gate_proj` and `up_proj`.
-    Separate,
-}
 
 /// Full, unsharded weights of an MLP in row-major order; `E` is 1 for an MLP of one expert.
 #[derive(Clone, Copy, Debug, Default)]
@@ -174,75 +165,6 @@ pub struct SwigluMlp<B: Backend, G: GroupKind> {
     activation: GluActivation,
     #[module(skip)]
     group: PhantomData<G>,
-}
-
-impl<B: Backend, G: GroupKind> SwigluMlp<B, G> {
-    /// Paths that an adapter can be put on.
-    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
-        let paths = self.gate_up.targets();
-        let fc1 = match gate_up {
-            GateUpTargets::Fused => &paths[..1],
-            GateUpTargets::Separate => &paths[1..],
-        };
-        fc1.iter()
-            .chain(&self.down.targets())
-            .map(|path| path.to_string())
-            .collect()
-    }
-
-    /// Puts an adapter on each of its linears whose path is among `paths`; paths of other linears
-    /// are left alone.
-    ///
-    /// # Errors
-    ///
-    /// When a linear has an adapter already, or when the config does not fit.
-    pub fn adapt(
-        &mut self,
-        paths: &[String],
-        config: &LoraConfig,
-        device: &B::Device,
-    ) -> Result<(), AdapterError> {
-        for path in paths {
-            if self.gate_up.targets().contains(&path.as_str()) {
-                self.gate_up.adapt(path, config, device)?;
-            } else if self.down.targets().contains(&path.as_str()) {
-                self.down.adapt(path, config, device)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Puts a named adapter on each of its linears whose path is among `paths`, as
-    /// [`Linear::adapt_named`](moe_lora_adapters::Linear::adapt_named); paths of other linears are left
-    /// alone.
-    ///
-    /// # Errors
-    ///
-    /// When a linear has an adapter of this name or one without a name already, or when the config
-    /// does not fit.
-    pub fn adapt_named(
-        &mut self,
-        paths: &[String],
-        name: &str,
-        config: &LoraConfig,
-        device: &B::Device,
-    ) -> Result<(), AdapterError> {
-        for path in paths {
-            if self.gate_up.targets().contains(&path.as_str()) {
-                self.gate_up.adapt_named(path, name, config, device)?;
-            } else if self.down.targets().contains(&path.as_str()) {
-                self.down.adapt_named(path, name, config, device)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The factors of every adapter, in order.
-    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
-        let mut weights = self.gate_up.trained_weights();
-        weights.extend(self.down.trained_weights());
-        weights
-    }
 }
 
 impl<B: AdapterBackend, G: GroupKind> SwigluMlp<B, G> {

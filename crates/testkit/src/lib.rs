@@ -24,7 +24,9 @@ pub use dropout::dropout_masks;
 pub use factors::{factors, gradient, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
-pub use mlp::{MlpCase, MlpValues, SHARING, factor_axes, scale, shared_factors, shared_pair};
+pub use mlp::{
+    GateUpTargets, MlpCase, MlpValues, SHARING, factor_axes, scale, shared_factors, shared_pair,
+};
 pub use ranks::{Ad, Mocked, Ranks, TrainingBackend, mock, panic_message, ranks};
 pub use saved::saved_tensors;
 pub use shard::{Axis, shard, unshard, unshard_experts};

@@ -1,10 +1,32 @@
 //! MLPs with adapters, once for the oracle and once for the library.
 
-use moe_lora_adapters::{Activation, AdapterBackend, Lora, LoraConfig, Placement, Sharing};
-use moe_lora_experts::{GateUpTargets, GluActivation, MlpBiases, MlpWeights, SwigluMlp};
+use moe_lora_adapters::{
+    Activation, Adaptable, AdapterBackend, Lora, LoraConfig, Placement, Sharing, Targets,
+};
+use moe_lora_experts::{GluActivation, MlpBiases, MlpWeights, SwigluMlp};
 use moe_lora_parallel::GroupKind;
 
 use crate::{Axis, Matrix, Noise, oracle};
+
+/// Whether gate and up have one adapter or one each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateUpTargets {
+    /// One `A` for both, `B [2F, r]`.
+    Fused,
+    /// An adapter each, as most PEFT files have them.
+    Separate,
+}
+
+impl GateUpTargets {
+    /// Every linear of an MLP or a layer.
+    pub fn targets(self) -> Targets {
+        let all = Targets::new(["*"]);
+        match self {
+            Self::Fused => all,
+            Self::Separate => all.without(["gate_up_proj"]),
+        }
+    }
+}
 
 /// Experts of one layer, or one MLP, with adapters on all of their linears.
 #[derive(Clone, Copy, Debug)]
@@ -209,8 +231,8 @@ impl MlpCase {
         experts: &[oracle::Mlp],
         device: &B::Device,
     ) {
-        let paths = mlp.targets(self.gate_up);
-        mlp.adapt(&paths, &self.config, device).unwrap();
+        let targets = self.gate_up.targets();
+        mlp.add_adapters(&targets, &self.config, device).unwrap();
         for (k, lora) in mlp.gate_up.adapters.iter_mut().enumerate() {
             self.load(
                 lora,
@@ -241,8 +263,9 @@ impl MlpCase {
         experts: &[oracle::Mlp],
         device: &B::Device,
     ) {
-        let paths = mlp.targets(self.gate_up);
-        mlp.adapt_named(&paths, name, &self.config, device).unwrap();
+        let (targets, config) = (self.gate_up.targets(), &self.config);
+        mlp.add_named_adapters(name, &targets, config, device)
+            .unwrap();
         let fc1 = mlp.gate_up.named.iter_mut();
         for (k, named) in fc1.filter_map(|set| set.get_mut(name)).enumerate() {
             let loras = experts.iter().map(|mlp| &mlp.gate_up.loras()[k]);

@@ -6,10 +6,11 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{
-    Activation, AdapterBackend, Lora, LoraConfig, Placement, Sharing, Targets, stored_adapters,
+    Activation, Adaptable, AdapterBackend, Lora, LoraConfig, Placement, Sharing, Targets,
+    stored_adapters,
 };
 use burn_moe_lora::checkpoint::Checkpoint;
-use burn_moe_lora::experts::{GateUpTargets, MoeLayer};
+use burn_moe_lora::experts::MoeLayer;
 use burn_moe_lora::interchange::{
     ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter, PeftLayout,
 };
@@ -24,10 +25,8 @@ pub enum AdapterPlan {
     New {
         /// Rank, scale and start values.
         config: LoraConfig,
-        /// Whether gate and up share an adapter.
-        gate_up: GateUpTargets,
-        /// Patterns over the paths of linears; none for all of the routed experts' linears.
-        targets: Vec<String>,
+        /// The linears of routed experts that get one.
+        targets: Targets,
     },
     /// Those of a file.
     Given(PeftAdapter),
@@ -93,43 +92,21 @@ impl AdapterPlan {
         device: &B::Device,
     ) -> Result<()> {
         match self {
-            Self::New {
-                config,
-                gate_up,
-                targets,
-            } => {
-                let known = blocks.targets(*gate_up);
-                let paths = match targets.is_empty() {
-                    true => known,
-                    false => Targets::new(targets).select(&known)?,
-                };
-                for layer in &mut blocks.layers {
-                    let own = layer.experts.targets(*gate_up);
-                    check_pairs(&own, &paths)?;
-                    let chosen: Vec<_> = own
-                        .into_iter()
-                        .filter(|path| paths.contains(path))
-                        .collect();
-                    layer.adapt(&chosen, config, device)?;
-                }
+            Self::New { config, targets } => {
+                blocks.add_adapters(targets, config, device)?;
+                blocks.layers.iter().try_for_each(check_pair)?;
             }
             Self::Stored(adapters) => {
-                let known: Vec<_> = [GateUpTargets::Fused, GateUpTargets::Separate]
-                    .map(|kind| blocks.targets(kind))
-                    .concat();
-                if let Some(other) = adapters.keys().find(|path| !known.contains(path)) {
-                    bail!(
-                        "the checkpoint has an adapter on {other}, which this model has not (give the model it was \
-                         trained on)"
-                    );
-                }
-                for layer in &mut blocks.layers {
-                    let own = [GateUpTargets::Fused, GateUpTargets::Separate]
-                        .map(|kind| layer.experts.targets(kind))
-                        .concat();
-                    for (path, config) in adapters.iter().filter(|(path, _)| own.contains(path)) {
-                        layer.adapt(std::slice::from_ref(path), config, device)?;
-                    }
+                for (path, config) in adapters {
+                    let mut linears = blocks.linears_mut().into_iter();
+                    let linear = linears.find(|linear| linear.targets().contains(&path.as_str()));
+                    let linear = linear.with_context(|| {
+                        format!(
+                            "the checkpoint has an adapter on {path}, which this model has not (give the model it was \
+                             trained on)"
+                        )
+                    })?;
+                    linear.adapt(path, config, device)?;
                 }
             }
             Self::Given(adapter) => {
@@ -229,18 +206,15 @@ pub fn to_host<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Result<HostT
 }
 
 /// A gate with an adapter of its own needs one on up too: the files hold both or neither.
-fn check_pairs(known: &[String], chosen: &[String]) -> Result<()> {
-    let find = |name: &str| {
-        let path = known.iter().find(|path| path.ends_with(name))?;
-        Some((path, chosen.contains(path)))
-    };
-    if let (Some((gate, has_gate)), Some((up, has_up))) = (find(".gate_proj"), find(".up_proj")) {
-        let (with, without) = match has_gate {
+fn check_pair<B: Backend>(layer: &MoeLayer<B>) -> Result<()> {
+    let gate_up = &layer.experts.gate_up;
+    if let ([lora], [whole, gate, up]) = (&gate_up.adapters[..], &gate_up.targets()[..]) {
+        let (with, without) = match lora.path() == *gate {
             true => (gate, up),
             false => (up, gate),
         };
         ensure!(
-            has_gate == has_up,
+            lora.path() == *whole,
             "the targets choose {with} without {without}, which no adapter file can hold (choose both or neither)"
         );
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, ensure};
+use burn_moe_lora::adapters::Targets;
 use clap::{Parser, ValueEnum};
 
 use crate::backend::{BackendKind, TransportKind};
@@ -251,6 +252,18 @@ impl Args {
     /// The transport, that of the backend if none was given.
     pub fn transport(&self) -> TransportKind {
         self.transport.unwrap_or(self.backend.default_transport())
+    }
+
+    /// The linears of routed experts that get a new adapter.
+    pub fn targets(&self) -> Targets {
+        let targets = match self.targets.is_empty() {
+            true => Targets::new(["*"]),
+            false => Targets::new(&self.targets),
+        };
+        match self.separate {
+            true => targets.without(["gate_up_proj"]),
+            false => targets,
+        }
     }
 
     /// The learning rate, that of the optimizer if none was given.

@@ -9,7 +9,7 @@ use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, Sharing, TrainBackend};
 use burn_moe_lora::checkpoint::{Checkpoint, Manifest};
-use burn_moe_lora::experts::{ExpertLoad, GateUpTargets};
+use burn_moe_lora::experts::ExpertLoad;
 use burn_moe_lora::interchange::{HubModel, PeftAdapter};
 use burn_moe_lora::parallel::{Topology, TopologyConfig};
 
@@ -87,11 +87,7 @@ impl Job {
                         true => Sharing::SharedOuter,
                         false => Sharing::PerExpert,
                     }),
-                gate_up: match args.separate {
-                    true => GateUpTargets::Separate,
-                    false => GateUpTargets::Fused,
-                },
-                targets: args.targets.clone(),
+                targets: args.targets(),
             },
         };
         Ok(Self {

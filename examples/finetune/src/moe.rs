@@ -3,10 +3,10 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn_moe_lora::adapters::{AdapterBackend, AdapterNorm, TrainedWeight, adapter_norms};
+use burn_moe_lora::adapters::{Adaptable, AdapterBackend, AdapterNorm, AnyLinear, adapter_norms};
 use burn_moe_lora::experts::{
-    GateUpTargets, GluActivation, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights,
-    RouterScore, SharedConfig,
+    GluActivation, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore,
+    SharedConfig,
 };
 use burn_moe_lora::interchange::{Activation, HostTensor, HubModel, ModelConfig, Router};
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
@@ -41,27 +41,27 @@ impl<B: ParallelBackend> MoeBlocks<B> {
     }
 }
 
-impl<B: Backend> MoeBlocks<B> {
-    /// Paths of the routed experts' linears, layer by layer.
-    ///
-    /// Those of shared experts are left out, as the files of PEFT adapters written here hold none for them.
-    pub fn targets(&self, gate_up: GateUpTargets) -> Vec<String> {
+/// The routed experts' linears, layer by layer. Those of shared experts are left out, as the files of PEFT adapters written
+/// here hold none for them.
+impl<B: Backend> Adaptable<B> for MoeBlocks<B> {
+    fn linears(&self) -> Vec<&dyn AnyLinear<B>> {
         let layers = self.layers.iter();
-        layers
-            .flat_map(|layer| layer.experts.targets(gate_up))
-            .collect()
+        layers.flat_map(|layer| layer.experts.linears()).collect()
     }
 
+    fn linears_mut(&mut self) -> Vec<&mut dyn AnyLinear<B>> {
+        let layers = self.layers.iter_mut();
+        layers
+            .flat_map(|layer| layer.experts.linears_mut())
+            .collect()
+    }
+}
+
+impl<B: Backend> MoeBlocks<B> {
     /// The choices of this rank's tokens since the last call, by layer and expert.
     pub fn take_counts(&self) -> Vec<Vec<usize>> {
         let layers = self.layers.iter();
         layers.map(|layer| layer.router.counter().take()).collect()
-    }
-
-    /// The factors of every adapter, in an order that is the same on every rank.
-    pub fn trained_weights(&self) -> Vec<TrainedWeight<'_, B>> {
-        let layers = self.layers.iter();
-        layers.flat_map(MoeLayer::trained_weights).collect()
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, Optimizer};
 use burn_moe_lora::adapters::{
-    ResumableOptimizer, TrainBackend, gradient_norm, load_checkpoint, save_checkpoint,
+    Adaptable, ResumableOptimizer, TrainBackend, gradient_norm, load_checkpoint, save_checkpoint,
     sync_gradients,
 };
 use burn_moe_lora::checkpoint::{Checkpoint, LoadReport, Strictness};

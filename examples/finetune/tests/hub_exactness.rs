@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
-use burn_moe_lora::adapters::sync_gradients;
+use burn_moe_lora::adapters::{Adaptable, sync_gradients};
 use burn_moe_lora::interchange::{FactorPair, GateUp, HostTensor, HubModel, PeftAdapter};
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{Tensors, fixture, read_tensors, relative_error};

@@ -8,9 +8,8 @@ use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, load_adapters};
+use burn_moe_lora::adapters::{Adaptable, LoraConfig, ResumableOptimizer, load_adapters};
 use burn_moe_lora::checkpoint::{Checkpoint, Strictness};
-use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::asset;
@@ -20,7 +19,7 @@ use finetune::rank_model::RankModel;
 use finetune::ranks::CpuBackend;
 use finetune::text::{Batch, TextDataset};
 use finetune::trainer::Trainer;
-use moe_lora_testkit::saved_tensors;
+use moe_lora_testkit::{GateUpTargets, saved_tensors};
 
 type B = CpuBackend;
 
@@ -93,8 +92,7 @@ impl Run {
 fn new_adapters() -> AdapterPlan {
     AdapterPlan::New {
         config: LoraConfig::new(4, 8.0).with_seed(11),
-        gate_up: GateUpTargets::Fused,
-        targets: vec![],
+        targets: GateUpTargets::Fused.targets(),
     }
 }
 

@@ -8,7 +8,6 @@ use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn_moe_lora::adapters::{Init, LoraConfig, ResumableOptimizer, Sharing};
-use burn_moe_lora::experts::GateUpTargets;
 use burn_moe_lora::interchange::{
     FactorPair, GateUp, HostTensor, HubModel, InterchangeError, MAX_SHARD_BYTES, ModelWriter,
     PeftAdapter, PeftLayout,
@@ -21,6 +20,7 @@ use finetune::rank_model::RankModel;
 use finetune::ranks::CpuBackend;
 use finetune::text::{Batch, TextDataset};
 use finetune::trainer::Trainer;
+use moe_lora_testkit::GateUpTargets;
 
 type B = CpuBackend;
 
@@ -273,17 +273,13 @@ fn an_adapter_with_shared_outer_factors_trains_alike_at_every_topology() {
 fn a_new_shared_outer_adapter_is_exported_the_same_at_etp_1_and_2() {
     let hub = model();
     for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
-        let AdapterPlan::New {
-            config, targets, ..
-        } = new_plan(gate_up, 3)
-        else {
+        let AdapterPlan::New { config, targets } = new_plan(gate_up, 3) else {
             panic!("a new plan")
         };
         let plan = AdapterPlan::New {
             config: config
                 .with_sharing(Sharing::SharedOuter)
                 .with_init_b(Init::Xavier),
-            gate_up,
             targets,
         };
         let exported = |place| {
@@ -329,8 +325,7 @@ fn factors_shared_on_the_other_side_are_refused() {
 fn new_plan(gate_up: GateUpTargets, seed: u64) -> AdapterPlan {
     AdapterPlan::New {
         config: LoraConfig::new(8, 16.0).with_seed(seed),
-        gate_up,
-        targets: vec![],
+        targets: gate_up.targets(),
     }
 }
 

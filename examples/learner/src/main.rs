@@ -79,8 +79,7 @@ fn model<B: AdapterBackend>(mesh: &Mesh<B>, device: &B::Device) -> Result<Model<
         ..Default::default()
     };
     let mut layer = MoeConfig::new("mlp", HIDDEN, WIDE, EXPERTS, 2).init(weights, mesh, device)?;
-    let paths = layer.targets(GateUpTargets::Fused);
-    layer.adapt(&paths, &LoraConfig::new(8, 16.0), device)?;
+    layer.add_adapters(&Targets::new(["*"]), &LoraConfig::new(8, 16.0), device)?;
     Ok(Model { layer })
 }
 
