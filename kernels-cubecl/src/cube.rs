@@ -153,6 +153,8 @@ where
             rows,
             ..
         } = saved;
+        // The kernels read `z` where they write `dz`.
+        let z = view::tight(z);
         let dz = saved.b.map(|b| {
             Project::new(dy.clone(), columns.clone(), b, &rows)
                 .transposed()

@@ -43,6 +43,8 @@ struct Case<'a> {
     extents: [usize; 3],
     activation: Activation,
     layout: Layout,
+    /// Columns beside those of `z` in its buffer, as where a backend pads rows.
+    gap: usize,
 }
 
 impl Case<'_> {
@@ -94,6 +96,10 @@ impl Case<'_> {
             self.layout,
             compute,
         );
+        let z = match self.gap {
+            0 => z,
+            gap => Tensor::cat(vec![z, value(7, t, gap)], 1).slice([0..t, 0..rank]),
+        };
         let stacked = b.clone().reshape([e, d_out, rank]);
         let delta = expand(z.clone(), stacked.clone(), self.between(), &rows, compute);
         // A copy, so that there is a buffer to write into.
@@ -165,6 +171,8 @@ where
                 Activation::Relu,
             ][index % 4],
             layout: [Layout::ByToken, Layout::ByFeature][(index / 4) % 2],
+            // A multiple of what backends align slices to: smaller ones are copied.
+            gap: [0, 0, 512][index % 3],
         };
         let expected = case.run::<Autodiff<Flex>>(reference, DType::F64, &Default::default());
         let found = case.run::<Autodiff<B>>(compute, dtype, device);
@@ -172,9 +180,10 @@ where
             let error = relative_error(found, expected);
             assert!(
                 error <= limit,
-                "{name} of {counts:?} + {padding}, {extents:?}, {:?}, {:?} in {dtype:?}: error {error:.2e} is more than {limit:.0e}",
+                "{name} of {counts:?} + {padding}, {extents:?}, {:?}, {:?}, gap {} in {dtype:?}: error {error:.2e} is more than {limit:.0e}",
                 case.activation,
                 case.layout,
+                case.gap,
             );
         }
     }

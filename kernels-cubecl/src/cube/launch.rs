@@ -146,7 +146,7 @@ impl<'a, R: CubeRuntime> Project<'a, R> {
             Some((f, z)) => {
                 // The layout of the output is that of z, and so are its places.
                 let z = View::new(z.clone(), 0..n);
-                debug_assert_eq!((z.layout, z.stride), (target.layout, target.stride));
+                assert_eq!((z.layout, z.stride), (target.layout, target.stride));
                 (Finish::Slope(f.activation), Some(z))
             }
         };

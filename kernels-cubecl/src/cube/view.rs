@@ -29,6 +29,19 @@ pub(crate) fn layout<R: CubeRuntime>(x: &CubeTensor<R>) -> Layout {
     }
 }
 
+/// `x` where its rows, or its columns, lie one behind the other without a gap, or else such a copy.
+///
+/// CUDA pads the rows of what burn's operations write to 16 bytes.
+pub(crate) fn tight<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let [rows, columns] = x.meta.shape().dims();
+    let [row, column] = strides(&x);
+    let gapless = match layout(&x) {
+        Layout::ByToken => (column == 1 || columns == 1) && (row == columns || rows == 1),
+        Layout::ByFeature => column == rows,
+    };
+    if gapless { x } else { into_contiguous(x) }
+}
+
 fn strides<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
     let strides = x.meta.strides();
     [strides[0], strides[1]]
