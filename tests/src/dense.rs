@@ -3,6 +3,8 @@
 //! There is one loss, `<y, G>`. Where `y` is replicated every rank runs backward on its own copy
 //! of it, where `y` is sharded on its own slice.
 
+use burn::module::Param;
+use burn::nn;
 use burn::tensor::Tensor;
 use moe_lora_adapters::{
     Activation, ColumnLinear, Linear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
@@ -11,8 +13,8 @@ use moe_lora_adapters::{
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{Mesh, Topology, TopologyConfig, Tp, range_of};
 use moe_lora_testkit::{
-    Axis, Matrix, Noise, TrainingBackend, assert_close, gradient, noise, oracle, scale, shard,
-    unshard,
+    Axis, Matrix, Noise, TrainingBackend, assert_close, gradient, load_start, noise, oracle, scale,
+    shard, unshard,
 };
 
 use crate::dropout;
@@ -76,12 +78,14 @@ impl Case {
     pub fn new(config: LoraConfig) -> Self {
         let (x, g) = (noise(1, TOKENS, D_IN), noise(2, TOKENS, D_OUT));
         let adapter = oracle::Lora {
-            a: noise(3, RANK, D_IN),
-            b: noise(4, D_OUT, RANK),
+            a: noise(3, config.rank, D_IN),
+            b: noise(4, D_OUT, config.rank),
             scale: scale(&config),
             silu: config.activation == Activation::Silu,
             first_row: 0,
             magnitude: config.dora.then(|| Noise::new(7).lengths(D_OUT)),
+            start: (config.pissa)
+                .then(|| [noise(8, config.rank, D_IN), noise(9, D_OUT, config.rank)]),
         };
         let linear =
             oracle::Linear::new(noise(5, D_OUT, D_IN), vec![adapter]).with_bias(noise(6, 1, D_OUT));
@@ -128,12 +132,31 @@ impl Case {
         device: &B::Device,
     ) {
         let oracle::Lora {
-            a, b, magnitude, ..
+            a,
+            b,
+            magnitude,
+            start,
+            ..
         } = &self.linear.loras()[0];
         lora.load(&a.to_f32(), &b.to_f32(), device).unwrap();
         if let Some(magnitude) = magnitude {
             lora.load_magnitude(&magnitude.to_f32(), device).unwrap();
         }
+        if let Some([a, b]) = start {
+            load_start(lora, [&a.to_f32(), &b.to_f32()], device);
+        }
+    }
+
+    /// A linear with the adapter.
+    fn adapted<B: TrainingBackend, P: Placement>(
+        &self,
+        mut linear: Linear<B, Tp, P>,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> Linear<B, Tp, P> {
+        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        linear.start_pissa(mesh.tp()).unwrap();
+        linear
     }
 
     /// Backward of `<y, g>` with this rank's `g`.
@@ -159,8 +182,7 @@ impl Case {
     /// Forward and backward of a column-parallel linear on one rank.
     pub fn column<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Found {
         let group = mesh.tp();
-        let mut linear: ColumnLinear<B, Tp> = self.base(mesh, device);
-        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        let linear: ColumnLinear<B, Tp> = self.adapted(self.base(mesh, device), mesh, device);
         let x = self.x.tensor_on(device, self.config.dtype).require_grad();
         let input = group.replicated(x.clone()).copy_to();
         let y = linear.forward(input, &self.rows());
@@ -172,8 +194,7 @@ impl Case {
     /// The same with its input sharded over tokens: sequence parallel.
     pub fn column_sequence<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Found {
         let group = mesh.tp();
-        let mut linear: ColumnLinear<B, Tp> = self.base(mesh, device);
-        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        let linear: ColumnLinear<B, Tp> = self.adapted(self.base(mesh, device), mesh, device);
         let sizes = sizes(group.size());
         let x = self.x.pick_rows(range_of(&sizes, group.rank()));
         let x = x.tensor_on(device, self.config.dtype).require_grad();
@@ -187,8 +208,7 @@ impl Case {
     /// Forward and backward of a row-parallel linear on one rank.
     pub fn row<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device, sum: Sum) -> Found {
         let group = mesh.tp();
-        let mut linear: RowLinear<B, Tp> = self.base(mesh, device);
-        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        let linear: RowLinear<B, Tp> = self.adapted(self.base(mesh, device), mesh, device);
         let x = shard(&self.x, Axis::Columns, group.rank(), group.size());
         let x = x.tensor_on(device, self.config.dtype).require_grad();
         let (input, rows) = (group.shard(x.clone()), self.rows());
@@ -211,9 +231,37 @@ impl Case {
 
     /// Forward and backward of a replicated linear on one rank.
     pub fn replicated<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Found {
-        let group = mesh.tp();
-        let mut linear: ReplicatedLinear<B, Tp> = self.base(mesh, device);
-        self.load(linear.adapt("fc", &self.config, device).unwrap(), device);
+        self.whole(self.base(mesh, device), mesh, device)
+    }
+
+    /// The same of a linear that was burn's.
+    pub fn from_burn<B: TrainingBackend>(&self, mesh: &Mesh<B>, device: &B::Device) -> Found {
+        self.whole(self.of_burn(mesh, device), mesh, device)
+    }
+
+    /// The linear without its adapter, from burn's.
+    pub fn of_burn<B: TrainingBackend>(
+        &self,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> ReplicatedLinear<B, Tp> {
+        let dtype = self.config.dtype;
+        let weight = self.linear.weight().transposed().tensor_on(device, dtype);
+        let bias: Tensor<B, 2> = self.linear.bias().unwrap().tensor_on(device, dtype);
+        let linear = nn::Linear {
+            weight: Param::from_tensor(weight),
+            bias: Some(Param::from_tensor(bias.squeeze_dim(0))),
+        };
+        Linear::from_burn("fc", linear, mesh.tp())
+    }
+
+    fn whole<B: TrainingBackend>(
+        &self,
+        linear: ReplicatedLinear<B, Tp>,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> Found {
+        let (group, linear) = (mesh.tp(), self.adapted(linear, mesh, device));
         let x = self.x.tensor_on(device, self.config.dtype).require_grad();
         let y = linear.forward(group.replicated(x.clone()), &self.rows());
         let factors = linear.adapters[0].trained_weights();

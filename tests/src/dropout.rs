@@ -29,6 +29,15 @@ pub fn rows(
     }
 }
 
+/// The key of an adapter's masks: its seed, and its path by FNV-1a.
+pub fn key(config: &LoraConfig, path: &str) -> DropoutKey {
+    let byte = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    DropoutKey {
+        seed: config.seed,
+        layer: path.bytes().fold(0xcbf2_9ce4_8422_2325, byte),
+    }
+}
+
 /// One adapter's dropout of one token.
 struct Folded<'a> {
     config: &'a LoraConfig,
@@ -40,16 +49,8 @@ struct Folded<'a> {
 impl Folded<'_> {
     /// What the elements `0..features` are multiplied by.
     fn factors(&self, dropout: Dropout, features: usize) -> Vec<f64> {
-        // FNV-1a.
-        let layer = self
-            .path
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-            });
-        let seed = self.config.seed;
         let rows = RowGroups::whole(0).with_tokens(TokenIds::new(STEP, []));
-        let mask = DropoutMask::new(dropout.probability, DropoutKey { seed, layer }, &rows);
+        let mask = DropoutMask::new(dropout.probability, key(self.config, self.path), &rows);
         let factor = |feature| match mask.keeps(self.token, self.expert, feature) {
             true => 1.0 / (1.0 - dropout.probability),
             false => 0.0,

@@ -3,13 +3,14 @@
 
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, ColumnLinear, LinearConfig, Lora, LoraConfig, Placement, RowLinear, TrainedWeight,
+    Activation, ColumnLinear, Linear, LinearConfig, Lora, LoraConfig, Placement, ReplicatedLinear,
+    RowLinear, TrainedWeight,
 };
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{ExpertTp, Mesh, Topology, TopologyConfig};
 use moe_lora_testkit::{
-    Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, noise,
-    oracle, scale, shard, shared_factors, shared_pair, unshard,
+    Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, load_start,
+    noise, oracle, scale, shard, shared_factors, shared_pair, unshard,
 };
 
 use crate::dropout;
@@ -56,9 +57,11 @@ pub enum Kind {
     Column,
     /// A row-parallel linear with its collectives suppressed.
     Row,
+    /// A linear that every rank holds whole, which no layer has.
+    Whole,
 }
 
-/// Each of them.
+/// Each of a layer's.
 pub const KINDS: [Kind; 4] = [Kind::Fused, Kind::Separate, Kind::Column, Kind::Row];
 
 /// Experts with adapters, their rows and the cotangent of their output.
@@ -105,6 +108,13 @@ impl Case {
                 silu: config.activation == Activation::Silu,
                 first_row: k * d_out,
                 magnitude,
+                start: config.pissa.then(|| {
+                    let seed = (100 * expert + 10 * k) as u64;
+                    [
+                        noise(seed + 6, config.rank, D_IN),
+                        noise(seed + 7, d_out, config.rank),
+                    ]
+                }),
             }
         };
         let expert = |expert: usize| {
@@ -136,7 +146,7 @@ impl Case {
     fn fragments(&self) -> usize {
         match self.kind {
             Kind::Fused | Kind::Separate => 2,
-            Kind::Column | Kind::Row => 1,
+            Kind::Column | Kind::Row | Kind::Whole => 1,
         }
     }
 
@@ -147,6 +157,7 @@ impl Case {
             Kind::Separate => &[[Axis::Rows(1); 2]; 2],
             Kind::Column => &[[Axis::Rows(1); 2]],
             Kind::Row => &[[Axis::Columns, Axis::Rows(1)]],
+            Kind::Whole => &[[Axis::Whole; 2]],
         }
     }
 
@@ -186,6 +197,16 @@ impl Case {
             lora.load_magnitude(&lengths.collect::<Vec<_>>(), device)
                 .unwrap();
         }
+        if self.config.pissa {
+            let of = |factor: usize| {
+                let starts = self.experts.iter().flat_map(|expert| {
+                    let start = expert.loras()[k].start.as_ref();
+                    start.expect("the oracle has PiSSA too")[factor].to_f32()
+                });
+                starts.collect::<Vec<_>>()
+            };
+            load_start(lora, [&of(0), &of(1)], device);
+        }
     }
 
     fn linear(&self) -> LinearConfig {
@@ -194,7 +215,7 @@ impl Case {
             .with_dtype(self.config.dtype);
         match self.kind {
             Kind::Fused | Kind::Separate => config.with_fragments(["gate", "up"]),
-            Kind::Column | Kind::Row => config,
+            Kind::Column | Kind::Row | Kind::Whole => config,
         }
     }
 
@@ -208,13 +229,7 @@ impl Case {
         mesh: &Mesh<B>,
         device: &B::Device,
     ) -> RowLinear<B, ExpertTp> {
-        let config = self.linear();
-        let mut linear: RowLinear<B, ExpertTp> = config
-            .init(mesh.expert_tp(), self.weight(), device)
-            .unwrap();
-        let lora = linear.adapt("fc", &self.config, device).unwrap();
-        self.load(lora, 0, device);
-        linear
+        self.adapted(mesh, device)
     }
 
     /// One rank's part of a column-parallel case.
@@ -223,14 +238,21 @@ impl Case {
         mesh: &Mesh<B>,
         device: &B::Device,
     ) -> ColumnLinear<B, ExpertTp> {
-        let config = self.linear();
-        let mut linear: ColumnLinear<B, ExpertTp> = config
-            .init(mesh.expert_tp(), self.weight(), device)
-            .unwrap();
+        self.adapted(mesh, device)
+    }
+
+    fn adapted<B: TrainingBackend, P: Placement>(
+        &self,
+        mesh: &Mesh<B>,
+        device: &B::Device,
+    ) -> Linear<B, ExpertTp, P> {
+        let (group, config) = (mesh.expert_tp(), self.linear());
+        let mut linear: Linear<B, ExpertTp, P> = config.init(group, self.weight(), device).unwrap();
         for (k, path) in self.paths().iter().enumerate() {
             let lora = linear.adapt(path, &self.config, device).unwrap();
             self.load(lora, k, device);
         }
+        linear.start_pissa(group).unwrap();
         linear
     }
 
@@ -255,6 +277,13 @@ impl Case {
                 &linear.trained_weights(),
             );
         }
+        if self.kind == Kind::Whole {
+            let linear: ReplicatedLinear<B, ExpertTp> = self.adapted(mesh, device);
+            let x = self.x.tensor_on::<B>(device, dtype).require_grad();
+            let y = linear.forward(group.replicated(x.clone()), &rows);
+            let g = self.g.tensor_on(device, dtype);
+            return outcome(x, y.into_tensor(), g, &linear.trained_weights());
+        }
         let linear = self.column(mesh, device);
         let x = self.x.tensor_on::<B>(device, dtype).require_grad();
         let y = linear.forward(group.replicated(x.clone()).copy_to(), &rows);
@@ -276,6 +305,10 @@ impl Case {
             Kind::Row => (
                 unshard(&parts(&|f| f.y.clone()), Axis::Whole),
                 unshard(&parts(&|f| f.dx.clone()), Axis::Columns),
+            ),
+            Kind::Whole => (
+                unshard(&parts(&|f| f.y.clone()), Axis::Whole),
+                unshard(&parts(&|f| f.dx.clone()), Axis::Whole),
             ),
             _ => {
                 let columns = parts(&|f| f.y.transposed());

@@ -9,4 +9,7 @@ pub mod grid;
 pub mod grouped;
 pub mod moe;
 pub mod multi;
+pub mod named;
+pub mod refusals;
 pub mod shared_experts;
+pub mod variants;

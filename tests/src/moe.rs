@@ -69,6 +69,8 @@ pub struct Case {
     pub corrected: bool,
     /// Whether there are adapters.
     pub adapted: bool,
+    /// Whether the experts' rank is the common one divided by the experts of a token.
+    pub rank_per_expert: bool,
 }
 
 /// A plain layer with these adapters.
@@ -85,6 +87,7 @@ pub fn case(sharing: Sharing, gate_up: GateUpTargets, dtype: DType) -> Case {
         biased: false,
         corrected: false,
         adapted: true,
+        rank_per_expert: false,
     }
 }
 
@@ -126,10 +129,15 @@ pub struct Found {
 impl Case {
     /// The experts.
     pub fn experts(&self) -> MlpCase {
+        let divisor = if self.rank_per_expert { TOP_K } else { 1 };
+        let config = LoraConfig {
+            rank: self.config.rank / divisor,
+            ..self.config
+        };
         MlpCase {
             glu: self.glu,
             biased: self.biased,
-            ..MlpCase::new([HIDDEN, INTERMEDIATE, EXPERTS], self.gate_up, self.config)
+            ..MlpCase::new([HIDDEN, INTERMEDIATE, EXPERTS], self.gate_up, config)
         }
     }
 
@@ -138,6 +146,7 @@ impl Case {
         MlpCase {
             intermediate: SHARED_INTERMEDIATE,
             experts: 1,
+            config: self.config,
             ..self.experts()
         }
     }
@@ -214,12 +223,18 @@ impl Case {
             .init(weights, mesh, device)
             .unwrap();
         if self.adapted {
+            let mut targets = self.gate_up.targets();
+            if self.rank_per_expert {
+                targets = targets.with_rank_per_expert(TOP_K);
+            }
+            layer.add_adapters(&targets, &self.config, device).unwrap();
             self.experts()
-                .adapt(&mut layer.experts, &moe.experts, device);
+                .load(&mut layer.experts, &moe.experts, device);
             if let (Some(layer), Some(oracle)) = (&mut layer.shared, &moe.shared) {
                 let mlp = std::slice::from_ref(&oracle.mlp);
-                self.shared_mlp().adapt(&mut layer.mlp, mlp, device);
+                self.shared_mlp().load(&mut layer.mlp, mlp, device);
             }
+            layer.start_pissa(mesh).unwrap();
         }
         layer
     }

@@ -53,6 +53,7 @@ fn shared_rank<B: TrainingBackend>(
             .map(|gate| Param::from_tensor(gate.tensor_on(device, dtype)).set_require_grad(false)),
     };
     case.adapt(&mut shared.mlp, mlp, device);
+    shared.mlp.start_pissa(group).unwrap();
     let (x, g) = data();
     let sizes = sizes(group.size());
     let own = match way {

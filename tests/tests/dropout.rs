@@ -3,26 +3,21 @@
 
 use burn::backend::Flex;
 use burn::module::AutodiffModule;
-use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor};
 use moe_lora_adapters::{
-    Activation, Adaptable, ColumnLinear, Dropout, LinearConfig, LoraConfig, Sharing, TokenIds,
-    sync_gradients,
+    Activation, ColumnLinear, Dropout, LinearConfig, LoraConfig, Sharing, TokenIds,
 };
-use moe_lora_experts::WeighAt;
+use moe_lora_experts::{MoeLayer, WeighAt};
 use moe_lora_kernels::{Compute, DropoutKey, DropoutMask, Layout, RowGroups, shrink_dropped};
 use moe_lora_parallel::{Group, Mesh, TopologyConfig, Tp, range_of};
 use moe_lora_testkit::{
-    Ad, Axis, GateUpTargets, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, factors,
-    noise, panic_message, unshard, unshard_experts,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, noise,
+    panic_message, unshard,
 };
 use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
 use moe_lora_tests::dropout::tokens;
 use moe_lora_tests::grouped::{self, COUNTS, KINDS};
 use moe_lora_tests::moe::{self, Place, place, shared};
-use moe_lora_tests::shared_experts::{
-    MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared_results,
-};
 
 const P: f64 = 0.4;
 const DROPOUTS: [fn(f64) -> Dropout; 2] = [Dropout::before_a, Dropout::after_b];
@@ -137,84 +132,6 @@ fn dense_linears_with_dropout_are_exact() {
     }
 }
 
-#[test]
-fn shared_experts_with_dropout_are_exact_in_every_way() {
-    for dropout in DROPOUTS {
-        for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
-            let config = LoraConfig::new(dense::RANK, dense::ALPHA).with_dropout(dropout(P));
-            let case = mlp_case(gate_up, config);
-            let (mlp, gate) = (case.oracle(9).remove(0), noise(10, 1, case.hidden));
-            let expected = shared_oracle(&case, &mlp, Some(&gate));
-            for size in [1, 2, 4] {
-                for way in WAYS {
-                    let found = shared_results::<Ad>(&Mocked, &case, &mlp, Some(&gate), size, way);
-                    assert_eq!(found.len(), expected.len());
-                    for (k, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                        let name =
-                            format!("{:?} {gate_up:?} {way:?} tp={size}: {k}", config.dropout);
-                        assert_close(&name, found, expected, DType::F32, MLP_REDUCTION);
-                    }
-                }
-            }
-        }
-    }
-}
-
-// ---- training ----------------------------------------------------------------------------------
-
-/// The factors after three steps, full, by factor and expert.
-fn three_steps(place: &Place, dropout: Dropout) -> Vec<Vec<Matrix>> {
-    let case = moe::case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
-    let config = case.config.with_dropout(dropout);
-    let (case, tokens) = (
-        moe::Case { config, ..case },
-        place.dealt.iter().sum::<usize>(),
-    );
-    let (x, g) = moe::data(tokens);
-    let moe = case.oracle();
-    let found = Ranks::<Ad>::run(&Mocked, place.topology, |mesh, device| {
-        let mut layer = case.layer(&moe, mesh, device);
-        let mut sgd = SgdConfig::new().init();
-        let own = range_of(&place.dealt, mesh.rank());
-        let ids = own.start as u64..own.end as u64;
-        let (x, g) = (x.pick_rows(own.clone()), g.pick_rows(own));
-        for step in 0..3 {
-            let x: Tensor<Ad, 2> = x.tensor(DType::F32);
-            let y = layer.forward_tokens(x, &TokenIds::new(step, ids.clone()), mesh);
-            let loss = (y * g.tensor(DType::F32)).sum();
-            let grads = GradientsParams::from_grads(loss.backward(), &layer);
-            let grads = sync_gradients(&layer.trained_weights(), grads, mesh);
-            layer = sgd.step(1e-3, layer, grads);
-            // burn takes the lock of every graph at the end of a backward pass.
-            assert!(mesh.all(true));
-        }
-        let weights = layer.trained_weights().into_iter();
-        weights.map(|w| factors(w.weight)).collect::<Vec<_>>()
-    });
-    let axes = case.experts().axes().into_iter().enumerate();
-    axes.map(|(k, axis)| {
-        let parts: Vec<_> = found.iter().map(|found| found[k].clone()).collect();
-        unshard_experts(&parts, &place.topology, axis)
-    })
-    .collect()
-}
-
-#[test]
-fn three_steps_with_dropout_end_with_the_same_parameters_at_every_topology() {
-    for dropout in DROPOUTS {
-        let all = three_steps(&place(1, 1, 1, &[9]), dropout(P));
-        for place in &grid()[1..6] {
-            let found = three_steps(place, dropout(P));
-            for (found, expected) in found.concat().iter().zip(&all.concat()) {
-                assert_close("parameters", found, expected, DType::F32, moe::REDUCTION);
-            }
-        }
-        // Negative control: without dropout, the same steps end elsewhere.
-        let none = three_steps(&place(1, 1, 1, &[9]), dropout(0.0));
-        assert_far("no dropout", &none[0][0], &all[0][0]);
-    }
-}
-
 // ---- what the mask is of -----------------------------------------------------------------------
 
 /// The output of a column-parallel linear for rows of these ids.
@@ -269,31 +186,36 @@ fn padding_and_the_order_of_rows_change_no_mask() {
 
 #[test]
 fn rows_without_ids_are_refused_in_training_and_need_none_in_evaluation() {
-    let case = moe::case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
-    let config = case.config.with_dropout(Dropout::before_a(P));
-    let (case, mesh, device) = (
-        moe::Case { config, ..case },
-        Mesh::<Ad>::solo(),
-        Default::default(),
-    );
-    let (moe, x) = (case.oracle(), moe::data(5).0);
-    let layer = case.layer(&moe, &mesh, &device);
-    assert_eq!(
-        panic_message(|| layer.forward(x.tensor(DType::F32), &mesh)),
-        "moe.experts.gate_up_proj: dropout of 0.4 has no ids of the tokens (call RowGroups::with_tokens on the rows, or MoeLayer::forward_tokens)"
-    );
-    let (mut layer, mesh) = (layer.valid(), mesh.cast::<Flex>());
-    let y = Matrix::read(layer.forward(x.tensor(DType::F32), &mesh));
-    assert_close(
-        "evaluation",
-        &y,
-        &moe.forward(&x),
-        DType::F32,
-        moe::REDUCTION,
-    );
-    layer.merge(&mesh).unwrap();
-    let merged = Matrix::read(layer.forward(x.tensor(DType::F32), &mesh));
-    assert_close("merged", &merged, &y, DType::F32, moe::REDUCTION);
+    for dropout in DROPOUTS {
+        let case = moe::case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
+        let config = case.config.with_dropout(dropout(P));
+        let (case, mesh, device) = (
+            moe::Case { config, ..case },
+            Mesh::<Ad>::solo(),
+            Default::default(),
+        );
+        let (moe, x) = (case.oracle(), moe::data(5).0);
+        let layer = case.layer(&moe, &mesh, &device);
+        assert_eq!(
+            panic_message(|| layer.forward(x.tensor(DType::F32), &mesh)),
+            "moe.experts.gate_up_proj: dropout of 0.4 has no ids of the tokens (call RowGroups::with_tokens on the rows, or MoeLayer::forward_tokens)"
+        );
+        let tokens = tokens(0..5);
+        let dropped = layer.forward_tokens(x.tensor(DType::F32), &tokens, &mesh);
+        let (mut layer, mesh) = (layer.valid(), mesh.cast::<Flex>());
+        let output = |layer: &MoeLayer<Flex>| {
+            Matrix::read(layer.forward_tokens(x.tensor(DType::F32), &tokens, &mesh))
+        };
+        let y = output(&layer);
+        let close = |what, found: &Matrix, expected: &Matrix| {
+            assert_close(what, found, expected, DType::F32, moe::REDUCTION);
+        };
+        close("evaluation", &y, &moe.forward(&x));
+        assert_eq!(Matrix::read(layer.forward(x.tensor(DType::F32), &mesh)), y);
+        assert_far("training", &Matrix::read(dropped), &y);
+        layer.merge(&mesh).unwrap();
+        close("merged", &output(&layer), &y);
+    }
 }
 
 // ---- negative controls -------------------------------------------------------------------------

@@ -511,6 +511,7 @@ fn the_down_delta_joins_the_row_of_its_own_token() {
             silu: false,
             first_row: 0,
             magnitude: None,
+            start: None,
         };
         let loras = if adapted { vec![lora] } else { Vec::new() };
         oracle::Mlp {

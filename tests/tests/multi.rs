@@ -1,20 +1,14 @@
 //! Several named adapters in one layer: at every topology output and all gradients equal those of one
 //! device that gives each token the adapter of its slot.
 
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
 use moe_lora_adapters::{
-    Adaptable, Column, Dropout, Linear, LinearConfig, LoraConfig, Placement, ReplicatedLinear, Row,
-    Sharing, Slot, TokenIds, Whole,
+    Adaptable, Dropout, LinearConfig, LoraConfig, ReplicatedLinear, Sharing, TokenIds,
 };
 use moe_lora_experts::{SlotOrder, WeighAt};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{Call, CollectiveOp, Group, Mesh, MockWorld, Tp, range_of};
-use moe_lora_testkit::{
-    Ad, Axis, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, gradient, mock,
-    noise, oracle, ranks, shard, unshard,
-};
-use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
+use moe_lora_testkit::{Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_far, mock, ranks};
 use moe_lora_tests::moe::{self, Place, place, shared};
 use moe_lora_tests::multi::{Case, Results, case};
 
@@ -118,155 +112,6 @@ fn an_adapter_without_tokens_has_gradients_of_exact_zeros() {
                 .iter()
                 .all(|k| trained(*k).any(|f| f.magnitude() > 0.1))
         );
-    }
-}
-
-// ---- dense linears -----------------------------------------------------------------------------
-
-const SLOTS: [Option<usize>; dense::TOKENS] = [Some(1), None, Some(0), Some(1), None, Some(0)];
-const DENSE: [(&str, usize, f64); 3] = [("fr", 8, 5.3), ("de", 4, 2.9), ("idle", 12, 7.1)];
-
-/// The linear of each adapter, and of none.
-fn dense_oracle(adapter: Option<usize>) -> oracle::Linear {
-    let lora = adapter.map(|k| {
-        let (_, rank, alpha) = DENSE[k];
-        oracle::Lora {
-            a: noise(20 + k as u64, rank, dense::D_IN),
-            b: noise(30 + k as u64, dense::D_OUT, rank),
-            scale: alpha / rank as f64,
-            silu: false,
-            first_row: 0,
-            magnitude: None,
-        }
-    });
-    let weight = noise(5, dense::D_OUT, dense::D_IN);
-    oracle::Linear::new(weight, Vec::from_iter(lora)).with_bias(noise(6, 1, dense::D_OUT))
-}
-
-/// A rank's part of it.
-fn dense_linear<P: Placement>(mesh: &Mesh<Ad>) -> Linear<Ad, Tp, P> {
-    let (device, base) = (Default::default(), dense_oracle(None));
-    let mut linear: Linear<Ad, Tp, P> = LinearConfig::new("fc", dense::D_IN, dense::D_OUT)
-        .init(
-            mesh.tp(),
-            |_, row, column| base.weight().at(row, column) as f32,
-            &device,
-        )
-        .and_then(|linear| {
-            linear.with_bias(|_, row| base.bias().unwrap().at(0, row) as f32, &device)
-        })
-        .unwrap();
-    for (k, (name, rank, alpha)) in DENSE.into_iter().enumerate() {
-        let config = LoraConfig::new(rank, alpha);
-        let lora = linear.adapt_named("fc", name, &config, &device).unwrap();
-        let oracle = dense_oracle(Some(k));
-        let oracle::Lora { a, b, .. } = &oracle.loras()[0];
-        lora.load(&a.to_f32(), &b.to_f32(), &device).unwrap();
-    }
-    linear
-}
-
-fn dense_order<B: Backend>(adapters: &impl Adaptable<B>) -> SlotOrder {
-    let slots =
-        SLOTS.map(|adapter| adapter.map_or(Slot::BASE, |k| adapters.slot(DENSE[k].0).unwrap()));
-    SlotOrder::of(Some(&TokenIds::new(0, 0..6).with_slots(slots)))
-}
-
-/// Output, input gradient and the factors' gradients of each adapter.
-type Dense = (Matrix, Matrix, Vec<Vec<Matrix>>);
-
-fn dense_pass<P: Placement>(
-    linear: &Linear<Ad, Tp, P>,
-    x: &Matrix,
-    g: &Matrix,
-    run: impl Fn(Tensor<Ad, 2>, &RowGroups) -> Tensor<Ad, 2>,
-) -> Dense {
-    let order = dense_order(linear);
-    let rows = RowGroups::whole(dense::TOKENS).with_tokens(order.tokens().unwrap().clone());
-    let x: Tensor<Ad, 2> = x.tensor(DType::F32).require_grad();
-    let y = order.restore(run(order.sort(x.clone()), &rows));
-    let grads = (y.clone() * g.tensor(DType::F32)).sum().backward();
-    let weights = linear.trained_weights();
-    let of_adapter = |(name, ..): (&str, usize, f64)| {
-        let own = weights.iter().filter(|w| w.adapter == Some(name));
-        own.map(|w| gradient(w.weight, &grads).remove(0)).collect()
-    };
-    let factors = DENSE.map(of_adapter);
-    (
-        Matrix::read(y),
-        Matrix::read(x.grad(&grads).unwrap()),
-        factors.into(),
-    )
-}
-
-fn check_dense(name: &str, found: &[Dense], [y_axis, dx_axis, a_axis, b_axis]: [Axis; 4]) {
-    let (x, g) = (
-        noise(1, dense::TOKENS, dense::D_IN),
-        noise(2, dense::TOKENS, dense::D_OUT),
-    );
-    let join = |of: &dyn Fn(&Dense) -> Matrix, axis| {
-        unshard(&found.iter().map(of).collect::<Vec<_>>(), axis)
-    };
-    let close = |what: &str, found: &Matrix, expected: &Matrix| {
-        let name = format!("{name} tp: {what}");
-        assert_close(&name, found, expected, DType::F32, 60);
-    };
-    let (y, dx) = (
-        join(&|f| f.0.clone(), y_axis),
-        join(&|f| f.1.clone(), dx_axis),
-    );
-    for (token, adapter) in SLOTS.into_iter().enumerate() {
-        let linear = dense_oracle(adapter);
-        let (x, g) = (x.pick_rows([token]), g.pick_rows([token]));
-        close("y", &y.pick_rows([token]), &linear.forward(&x));
-        close("dx", &dx.pick_rows([token]), &linear.backward(&x, &g).dx);
-    }
-    for (k, (adapter, ..)) in DENSE.into_iter().enumerate() {
-        let own = (0..dense::TOKENS).filter(|token| SLOTS[*token] == Some(k));
-        let (x, g) = (x.pick_rows(own.clone()), g.pick_rows(own));
-        let expected = &dense_oracle(Some(k)).backward(&x, &g).factors[0];
-        for (f, axis) in [a_axis, b_axis].into_iter().enumerate() {
-            let found = join(&|found| found.2[k][f].clone(), axis);
-            close(&format!("factor {f} of {adapter}"), &found, &expected[f]);
-        }
-    }
-}
-
-#[test]
-fn rows_of_dense_linears_get_the_adapter_of_their_slot_in_every_placement() {
-    let x = noise(1, dense::TOKENS, dense::D_IN);
-    let g = noise(2, dense::TOKENS, dense::D_OUT);
-    for size in [1, 2, 4] {
-        let found = Mocked.run(tp(size), |mesh: &Mesh<Ad>, _| {
-            let (group, linear) = (mesh.tp(), dense_linear::<Column>(mesh));
-            let g = shard(&g, Axis::Columns, group.rank(), size);
-            dense_pass(&linear, &x, &g, |x, rows| {
-                let x = group.replicated(x).copy_to();
-                linear.forward(x, rows).into_tensor()
-            })
-        });
-        check_dense("column", &found, COLUMN_AXES);
-        for sum in [Sum::Here, Sum::ByTheCaller] {
-            let found = Mocked.run(tp(size), |mesh: &Mesh<Ad>, _| {
-                let (group, linear) = (mesh.tp(), dense_linear::<Row>(mesh));
-                let x = shard(&x, Axis::Columns, group.rank(), size);
-                dense_pass(&linear, &x, &g, |x, rows| match sum {
-                    Sum::Here => linear.forward(group.shard(x), rows).into_tensor(),
-                    _ => {
-                        let term = linear.forward_suppressed(group.shard(x), rows);
-                        term.reduce_from().into_tensor()
-                    }
-                })
-            });
-            check_dense(&format!("row {sum:?}"), &found, row_axes(sum));
-        }
-        let found = Mocked.run(tp(size), |mesh: &Mesh<Ad>, _| {
-            let (group, linear) = (mesh.tp(), dense_linear::<Whole>(mesh));
-            dense_pass(&linear, &x, &g, |x, rows| {
-                linear.forward(group.replicated(x), rows).into_tensor()
-            })
-        });
-        check_dense("replicated", &found, [Axis::Whole; 4]);
     }
 }
 

@@ -49,7 +49,7 @@ fn linear<P: Placement>(
     let (fragments, paths): (&[&str], &[&str]) = match kind {
         Kind::Fused => (&["gate", "up"], &["fc"]),
         Kind::Separate => (&["gate", "up"], &["up", "gate"]),
-        Kind::Column | Kind::Row => (&[], &["fc"]),
+        Kind::Column | Kind::Row | Kind::Whole => (&[], &["fc"]),
     };
     let weights: Vec<Matrix> = (0..EXPERTS).map(weight).collect();
     let value = |e: usize, row, column| weights[e].at(row, column) as f32;
@@ -308,6 +308,7 @@ fn mlp(mlp: &oracle::Mlp, [fc1, fc2]: [&[Vec<Matrix>]; 2], expert: usize, s: f64
                 silu: false,
                 first_row,
                 magnitude: None,
+                start: None,
             })
         });
         oracle::Linear::new(base[expert].clone(), adapters.collect())

@@ -370,6 +370,7 @@ fn a_dense_linear_synchronised_over_dp_has_the_gradient_of_the_whole_batch() {
         silu: false,
         first_row: 0,
         magnitude: None,
+        start: None,
     };
     let oracle = oracle::Linear::new(weight.clone(), vec![adapter.clone()]);
     let expected = oracle.backward(&x, &g);

@@ -1,9 +1,10 @@
-//! Reading trained factors and their gradients, one matrix an expert.
+//! Trained factors and their gradients, one matrix an expert, and where PiSSA's started.
 
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use moe_lora_adapters::Weight;
+use moe_lora_adapters::{Lora, Placement, Weight, WeightLayout};
+use moe_lora_parallel::GroupKind;
 
 use crate::Matrix;
 
@@ -41,6 +42,28 @@ pub fn synced_gradient<B: AutodiffBackend>(
         Weight::PerExpert(param) => grads.get::<B::InnerBackend, 3>(param.id).map(experts),
     }
     .expect("a factor is without gradient")
+}
+
+/// Tells a PiSSA adapter where it started: the full `A` and `B` of all experts, end to end.
+///
+/// # Panics
+///
+/// When it is none, or the values are fewer.
+pub fn load_start<B: Backend, G: GroupKind, P: Placement>(
+    lora: &mut Lora<B, G, P>,
+    [a, b]: [&[f32]; 2],
+    device: &B::Device,
+) {
+    let dtype = lora.config().dtype;
+    let cut = |layout: &WeightLayout, full: &[f32]| {
+        let [rows, columns] = [layout.d_out, layout.d_in];
+        let values =
+            layout.gather(|expert, row, column| full[(expert * rows + row) * columns + column]);
+        Weight::from_values(values, layout, dtype, false, device)
+    };
+    let start = lora.pissa.as_mut().expect("a PiSSA adapter has a start");
+    start.a.weight = cut(start.a.layout(), a);
+    start.b.weight = cut(start.b.layout(), b);
 }
 
 fn experts<B: Backend>(stacked: Tensor<B, 3>) -> Vec<Matrix> {

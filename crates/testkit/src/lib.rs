@@ -21,7 +21,7 @@ mod tolerance;
 
 pub use conformance::{Body, Host, conformance};
 pub use dropout::dropout_masks;
-pub use factors::{factors, gradient, synced_gradient};
+pub use factors::{factors, gradient, load_start, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
 pub use mlp::{

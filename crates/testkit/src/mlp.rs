@@ -6,7 +6,7 @@ use moe_lora_adapters::{
 use moe_lora_experts::{GluActivation, MlpBiases, MlpWeights, SwigluMlp};
 use moe_lora_parallel::GroupKind;
 
-use crate::{Axis, Matrix, Noise, oracle};
+use crate::{Axis, Matrix, Noise, load_start, oracle};
 
 /// Whether gate and up have one adapter or one each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,6 +157,7 @@ impl MlpCase {
     pub fn oracle(&self, seed: u64) -> Vec<oracle::Mlp> {
         let mut noise = Noise::new(seed);
         let mut lengths = Noise::new(seed + 100);
+        let mut starts = Noise::new(seed + 200);
         let (h, f) = (self.hidden, self.intermediate);
         let mut loras = || {
             let mut lora = |first_row, d_in, d_out| oracle::Lora {
@@ -166,6 +167,7 @@ impl MlpCase {
                 silu: self.config.activation == Activation::Silu,
                 first_row,
                 magnitude: None,
+                start: None,
             };
             let gate_up = match self.gate_up {
                 GateUpTargets::Fused => vec![lora(0, h, 2 * f)],
@@ -194,6 +196,10 @@ impl MlpCase {
             .map(|mut loras| {
                 for lora in loras.iter_mut().flatten().filter(|_| self.config.dora) {
                     lora.magnitude = Some(lengths.lengths(lora.b.rows));
+                }
+                for lora in loras.iter_mut().flatten().filter(|_| self.config.pissa) {
+                    let oracle::Lora { a, b, .. } = &lora;
+                    lora.start = Some([a, b].map(|like| starts.matrix(like.rows, like.columns)));
                 }
                 let [gate_up, down] = loras;
                 let mut linear = |d_out, d_in, loras| {
@@ -233,8 +239,22 @@ impl MlpCase {
     ) {
         let targets = self.gate_up.targets();
         mlp.add_adapters(&targets, &self.config, device).unwrap();
+        self.load(mlp, experts, device);
+    }
+
+    /// Gives the MLP's adapters the oracle's factors.
+    ///
+    /// # Panics
+    ///
+    /// When they do not fit.
+    pub fn load<B: AdapterBackend, G: GroupKind>(
+        &self,
+        mlp: &mut SwigluMlp<B, G>,
+        experts: &[oracle::Mlp],
+        device: &B::Device,
+    ) {
         for (k, lora) in mlp.gate_up.adapters.iter_mut().enumerate() {
-            self.load(
+            self.load_one(
                 lora,
                 experts.iter().map(|mlp| &mlp.gate_up.loras()[k]),
                 false,
@@ -242,7 +262,7 @@ impl MlpCase {
             );
         }
         for (k, lora) in mlp.down.adapters.iter_mut().enumerate() {
-            self.load(
+            self.load_one(
                 lora,
                 experts.iter().map(|mlp| &mlp.down.loras()[k]),
                 true,
@@ -269,16 +289,16 @@ impl MlpCase {
         let fc1 = mlp.gate_up.named.iter_mut();
         for (k, named) in fc1.filter_map(|set| set.get_mut(name)).enumerate() {
             let loras = experts.iter().map(|mlp| &mlp.gate_up.loras()[k]);
-            self.load(&mut named.lora, loras, false, device);
+            self.load_one(&mut named.lora, loras, false, device);
         }
         let fc2 = mlp.down.named.iter_mut();
         for (k, named) in fc2.filter_map(|set| set.get_mut(name)).enumerate() {
             let loras = experts.iter().map(|mlp| &mlp.down.loras()[k]);
-            self.load(&mut named.lora, loras, true, device);
+            self.load_one(&mut named.lora, loras, true, device);
         }
     }
 
-    fn load<'a, B: AdapterBackend, G: GroupKind, P: Placement>(
+    fn load_one<'a, B: AdapterBackend, G: GroupKind, P: Placement>(
         &self,
         lora: &mut Lora<B, G, P>,
         experts: impl Iterator<Item = &'a oracle::Lora>,
@@ -297,6 +317,14 @@ impl MlpCase {
             let lengths = all.iter().filter_map(|lora| lora.magnitude.as_ref());
             let lengths: Vec<f32> = lengths.flat_map(Matrix::to_f32).collect();
             lora.load_magnitude(&lengths, device).unwrap();
+        }
+        if self.config.pissa {
+            let starts = all.iter().filter_map(|lora| lora.start.as_ref());
+            let [a, b] = [0, 1].map(|k| {
+                let of_experts = starts.clone().flat_map(|start| start[k].to_f32());
+                of_experts.collect::<Vec<_>>()
+            });
+            load_start(lora, [&a, &b], device);
         }
     }
 

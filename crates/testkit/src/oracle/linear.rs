@@ -17,6 +17,20 @@ pub struct Lora {
     pub first_row: usize,
     /// DoRA's lengths `[d_out, 1]` of the rows of `W + s B A`.
     pub magnitude: Option<Matrix>,
+    /// PiSSA: the `A` and `B` it started from, whose product the base is without.
+    pub start: Option<[Matrix; 2]>,
+}
+
+impl Lora {
+    /// What it adds to its rows of the weight.
+    fn product(&self) -> Matrix {
+        let own = self.b.times(&self.a);
+        let product = match &self.start {
+            None => own,
+            Some([a, b]) => own.zip(&b.times(a), |own, start| own - start),
+        };
+        product.scaled(self.scale)
+    }
 }
 
 /// `y = x W'^T + b` with `W' = W + s B A`, its rows at the lengths `m` with DoRA.
@@ -45,7 +59,7 @@ impl Linear {
     pub fn new(weight: Matrix, loras: Vec<Lora>) -> Self {
         let mut folded = weight.clone();
         for lora in loras.iter().filter(|lora| !lora.silu) {
-            folded.add_to_rows(lora.first_row, &lora.b.times(&lora.a).scaled(lora.scale));
+            folded.add_to_rows(lora.first_row, &lora.product());
         }
         let norms = Matrix::build(folded.rows, 1, |i, _| {
             let row = folded.pick_rows([i]);
@@ -197,6 +211,7 @@ mod tests {
                     silu,
                     first_row: 2,
                     magnitude: None,
+                    start: None,
                 };
                 Linear::new(noise(3, 6, 4), vec![lora]).with_bias(noise(6, 1, 6))
             };
@@ -234,6 +249,7 @@ mod tests {
                 silu: false,
                 first_row: 2,
                 magnitude: Some(m.clone()),
+                start: None,
             };
             Linear::new(noise(3, 6, 4), vec![lora]).with_bias(noise(6, 1, 6))
         };
