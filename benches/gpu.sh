@@ -5,37 +5,16 @@
 #
 # BINARY is the bench `gpu`, built elsewhere with
 #   cargo bench -p moe-lora-benches --features gpu --bench gpu --no-run
-# Tables and JSON lines go to FOLDER. Flags that both take: --calls, --windows, --inputs.
+# Tables and JSON lines go to FOLDER. Flags that both take: --ep, --etp (as many GPUs as their
+# product), --calls, --windows, --inputs. SIDES names some of the parts in place of all.
 set -euo pipefail
 binary=$(realpath "$1") folder=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
-mkdir -p "$folder/lib"
+mkdir -p "$folder"
 folder=$(realpath "$folder")
-
-# NCCL's use of NVLink multicast can put the GPUs of a shared host out of service.
-export NCCL_NVLS_ENABLE=0
-
-# A library that the loader does not find is taken from PyTorch's wheels. They have it under its
-# version alone, and it is loaded as lib*.so: hence the link.
-provide() {
-    if ldconfig -p | grep "^[[:space:]]*$1 " >/dev/null; then
-        return
-    fi
-    local wheels found
-    wheels=$(python3 -c 'import nvidia; print(*nvidia.__path__)' || true)
-    # shellcheck disable=SC2086
-    found=${wheels:+$(find $wheels -name "$1*" -print -quit)}
-    if [ -z "$found" ]; then
-        echo "$1 is neither installed nor in PyTorch's wheels" >&2
-        return
-    fi
-    ln -sf "$found" "$folder/lib/$1"
-    LD_LIBRARY_PATH=$folder/lib:$(dirname "$found")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-}
-provide libnccl.so
-provide libnvrtc.so
-export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
+# shellcheck source=libraries.sh
+. "$here/libraries.sh" "$folder/lib"
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv | tee "$folder/gpus.txt"
 
@@ -48,11 +27,12 @@ side() {
     tail -n 20 "$folder/$name.err" >&2
 }
 # The processes' times on both sides of PyTorch's: they differ by what the machine does meanwhile.
-side times "$binary" times "$@"
-side pytorch python3 "$here/pytorch.py" "$@"
-side times-again "$binary" times "$@"
-side threads "$binary" times --threads "$@"
-side kernels "$binary" kernels
-side collectives "$binary" collectives "$@"
-side counts "$binary" counts
+for part in ${SIDES:-times pytorch times-again threads variants kernels collectives counts}; do
+    case $part in
+    times-again) side "$part" "$binary" times "$@" ;;
+    threads) side "$part" "$binary" times --threads "$@" ;;
+    pytorch) side "$part" python3 "$here/pytorch.py" "$@" ;;
+    *) side "$part" "$binary" "$part" "$@" ;;
+    esac
+done
 exit "$failed"

@@ -1,8 +1,9 @@
-"""The adapters of `gpu.rs` in PyTorch: eager and under a CUDA graph, on two GPUs.
+"""The adapters of `gpu.rs` in PyTorch: eager and under a CUDA graph, on EP x ETP GPUs.
 
     python3 benches/pytorch.py --out pytorch.jsonl
 
-starts one process a GPU by itself; under torchrun each process is a rank. Same shapes, same algebra
+starts one process a GPU by itself, two in all unless `--ep` and `--etp` say otherwise; under torchrun
+each process is a rank. Same shapes, same algebra
 and same inputs in rotation as the bench beside it. The scale of the adapters is 1 and is left out.
 """
 
@@ -18,47 +19,60 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-TOKENS, HIDDEN, FFN, RANK, RANKS, EXPERTS = 4096, 2048, 2688, 32, 2, 4
+TOKENS, HIDDEN, FFN, RANK, EXPERTS = 4096, 2048, 2688, 32, 4
 DTYPE = torch.bfloat16
 
 # `torch._grouped_mm` until it became public.
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
+class ExpertTp:
+    """The expert tensor parallel group of this rank: ranks that are neighbours."""
+
+    def __init__(self, ep, etp):
+        # Every rank opens every group.
+        groups = [dist.new_group(list(range(k * etp, (k + 1) * etp))) for k in range(ep)]
+        ep_rank, self.rank = divmod(dist.get_rank(), etp)
+        self.group, self.size = groups[ep_rank], etp
+
+
 class ReduceFanout(torch.autograd.Function):
     """All-reduce in both directions. Both buffers are fresh products that nobody else holds."""
 
     @staticmethod
-    def forward(ctx, z):
+    def forward(ctx, z, tp):
+        ctx.tp = tp
         ctx.mark_dirty(z)
-        dist.all_reduce(z)
+        dist.all_reduce(z, group=tp.group)
         return z
 
     @staticmethod
     def backward(ctx, dz):
         dz = dz.contiguous()
-        dist.all_reduce(dz)
-        return dz
+        dist.all_reduce(dz, group=ctx.tp.group)
+        return dz, None
 
 
 class GatherFanout(torch.autograd.Function):
     """All-gather along the features; reduce-scatter backward."""
 
     @staticmethod
-    def forward(ctx, z):
+    def forward(ctx, z, tp):
+        ctx.tp = tp
         rows, columns = z.shape
-        parts = z.new_empty(RANKS * rows, columns)
-        dist.all_gather_into_tensor(parts, z.contiguous())
-        parts = parts.view(RANKS, rows, columns)
-        return parts.transpose(0, 1).reshape(rows, RANKS * columns)
+        parts = z.new_empty(tp.size * rows, columns)
+        dist.all_gather_into_tensor(parts, z.contiguous(), group=tp.group)
+        parts = parts.view(tp.size, rows, columns)
+        return parts.transpose(0, 1).reshape(rows, tp.size * columns)
 
     @staticmethod
     def backward(ctx, dz):
-        rows, columns = dz.shape
-        parts = dz.reshape(rows, RANKS, columns // RANKS).transpose(0, 1).contiguous()
-        own = dz.new_empty(rows, columns // RANKS)
-        dist.reduce_scatter_tensor(own, parts.view(RANKS * rows, columns // RANKS))
-        return own
+        tp, (rows, columns) = ctx.tp, dz.shape
+        width = columns // tp.size
+        parts = dz.reshape(rows, tp.size, width).transpose(0, 1).contiguous()
+        own = dz.new_empty(rows, width)
+        dist.reduce_scatter_tensor(own, parts.view(tp.size * rows, width), group=tp.group)
+        return own, None
 
 
 class Embed(torch.autograd.Function):
@@ -96,12 +110,13 @@ class AddColumns(torch.autograd.Function):
 class Case:
     """One rank's adapter with sets of inputs to rotate among."""
 
-    def __init__(self, name, down, grouped, in_place, sets, rank, device):
-        self.name, self.down, self.in_place, self.rank = name, down, in_place, rank
+    def __init__(self, name, down, grouped, in_place, sets, tp, device):
+        self.name, self.down, self.in_place, self.tp = name, down, in_place, tp
+        self.rank, size = tp.rank, tp.size
         experts = EXPERTS if grouped else 1
-        width, delta = (FFN // RANKS, HIDDEN // RANKS) if down else (HIDDEN, FFN // RANKS)
+        width, delta = (FFN // size, HIDDEN // size) if down else (HIDDEN, FFN // size)
         base = HIDDEN if down else delta
-        rank_a = RANK if down else RANK // RANKS
+        rank_a = RANK if down else RANK // size
 
         def factor(rows, columns):
             shape = (experts, rows, columns) if grouped else (rows, columns)
@@ -125,7 +140,8 @@ class Case:
 
     def forward(self, k):
         z = self.linear(self.xs[k], self.a)
-        z = ReduceFanout.apply(z) if self.down else GatherFanout.apply(z)
+        if self.tp.size > 1:
+            z = (ReduceFanout if self.down else GatherFanout).apply(z, self.tp)
         delta = self.linear(z, self.b)
         base = self.bases[k].detach()
         start = self.rank * delta.shape[1] if self.down else 0
@@ -142,7 +158,8 @@ class Case:
 
 def check(case, device):
     """Output and gradients against the same algebra in f64, all ranks' parts brought together."""
-    gathered = lambda x: [x.detach().double() for x in gather_all(x)]
+    tp = case.tp
+    gathered = lambda x: [x.detach().double() for x in gather_all(x, tp)]
     base = case.bases[0].clone()
     y = case.forward(0).detach().double() - base.double()
     case.bases[0].copy_(base)
@@ -161,18 +178,18 @@ def check(case, device):
         x = [v[rows] for v in xs]
         if case.down:
             z = sum(v @ w.T for v, w in zip(x, a))
-            cut = [slice(k * delta, (k + 1) * delta) for k in range(RANKS)]
+            cut = [slice(k * delta, (k + 1) * delta) for k in range(tp.size)]
             dz = sum(g[rows, c] @ w for g, c, w in zip(dys, cut, b))
             own = dys[case.rank][rows, cut[case.rank]]
             expected_y = torch.zeros(per, HIDDEN, device=device, dtype=torch.float64)
             expected_y[:, cut[case.rank]] = z @ b[case.rank].T
             dz_own = dz
         else:
-            z = torch.cat([x[k] @ a[k].T for k in range(RANKS)], 1)
+            z = torch.cat([x[k] @ a[k].T for k in range(tp.size)], 1)
             dz = sum(g[rows] @ w for g, w in zip(dys, b))
             own = dys[case.rank][rows]
             expected_y = z @ b[case.rank].T
-            width = RANK // RANKS
+            width = RANK // tp.size
             dz_own = dz[:, case.rank * width : (case.rank + 1) * width]
         pairs = {
             "y": (y[rows], expected_y),
@@ -186,9 +203,9 @@ def check(case, device):
             assert error < 2e-2, f"{case.name} {name} of expert {e}: {error}"
 
 
-def gather_all(x):
-    parts = [torch.empty_like(x) for _ in range(RANKS)]
-    dist.all_gather(parts, x.detach().contiguous())
+def gather_all(x, tp):
+    parts = [torch.empty_like(x) for _ in range(tp.size)]
+    dist.all_gather(parts, x.detach().contiguous(), group=tp.group)
     return parts
 
 
@@ -248,7 +265,10 @@ def copy_bandwidth(device):
 def run(rank, args):
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device)
+    gpus = args.ep * args.etp
+    dist.init_process_group("nccl", rank=rank, world_size=gpus, device_id=device)
+    tp = ExpertTp(args.ep, args.etp)
+    place = {"ep": args.ep, "etp": args.etp, "gpus": gpus}
     torch.manual_seed(args.seed)
     out = open(args.out, "a") if args.out and rank == 0 else None
 
@@ -256,7 +276,7 @@ def run(rank, args):
         if rank == 0:
             print(line, flush=True)
         if out and numbers:
-            out.write(json.dumps({"part": "pytorch", **numbers}) + "\n")
+            out.write(json.dumps({"part": "pytorch", **place, **numbers}) + "\n")
             out.flush()
 
     bandwidth = copy_bandwidth(device)
@@ -267,8 +287,8 @@ def run(rank, args):
         {"torch": torch.__version__, "nccl": nccl, "copy_bytes_per_s": bandwidth},
     )
     say(
-        f"wall time of a call in us: median (least to most) of {args.windows} windows of "
-        f"{args.calls} calls over {args.inputs} sets of inputs"
+        f"wall time of a call in us, EP = {args.ep}, ETP = {args.etp}; median (least to most) of "
+        f"{args.windows} windows of {args.calls} calls over {args.inputs} sets of inputs"
     )
     say(f"{'case':<13}{'base':<10}{'run':<7}{'fwd':>28}{'fwd+bwd':>28}")
     for name, down, grouped in [
@@ -280,7 +300,7 @@ def run(rank, args):
         for in_place in (False, True):
             # The same base and cotangent width on all ranks, other values on each.
             torch.manual_seed(args.seed + rank)
-            case = Case(name, down, grouped, in_place, args.inputs, rank, device)
+            case = Case(name, down, grouped, in_place, args.inputs, tp, device)
             check(case, device)
             base = "in place" if in_place else ("zero pad" if down else "added")
             for how in ("eager", "graph"):
@@ -311,6 +331,8 @@ def run(rank, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--etp", type=int, default=2, help="ranks that an adapter is cut over")
+    parser.add_argument("--ep", type=int, default=1, help="such groups at once, each with its own experts")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--inputs", type=int, default=4, help="sets of inputs to rotate among")
@@ -324,7 +346,7 @@ def main():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    mp.spawn(run, args=(args,), nprocs=RANKS)
+    mp.spawn(run, args=(args,), nprocs=args.ep * args.etp)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ pub const HIDDEN: usize = 2048;
 pub const FFN: usize = 2688;
 /// Of the adapters.
 pub const RANK: usize = 32;
-/// That a group has.
-pub const RANKS: usize = 2;
 pub const EXPERTS: usize = 4;
 
 /// An adapter of one projection.
@@ -59,24 +57,24 @@ impl Case {
         [input, base].map(|width| TOKENS * width * BYTES)
     }
 
-    fn factor_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths(RANKS);
-        let rank_a = if self.down { RANK } else { RANK / RANKS };
+    fn factor_bytes(&self, ranks: usize) -> usize {
+        let [input, delta, _] = self.widths(ranks);
+        let rank_a = if self.down { RANK } else { RANK / ranks };
         let experts = if self.grouped { EXPERTS } else { 1 };
         experts * (rank_a * input + delta * RANK) * BYTES
     }
 
     /// The least that a forward pass moves: input and factors read, the base's slice read and
     /// written. The `[T, r]` between them stays in the cache.
-    pub fn forward_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths(RANKS);
-        TOKENS * (input + 2 * delta) * BYTES + self.factor_bytes()
+    pub fn forward_bytes(&self, ranks: usize) -> usize {
+        let [input, delta, _] = self.widths(ranks);
+        TOKENS * (input + 2 * delta) * BYTES + self.factor_bytes(ranks)
     }
 
     /// The least that a backward pass moves: the slice of the cotangent, input and factors read,
     /// the input's gradient and the factors' written.
-    pub fn backward_bytes(&self) -> usize {
-        let [input, delta, _] = self.widths(RANKS);
-        TOKENS * (2 * input + delta) * BYTES + 2 * self.factor_bytes()
+    pub fn backward_bytes(&self, ranks: usize) -> usize {
+        let [input, delta, _] = self.widths(ranks);
+        TOKENS * (2 * input + delta) * BYTES + 2 * self.factor_bytes(ranks)
     }
 }

@@ -1,18 +1,19 @@
-//! Collectives of two ranks by themselves: what one of no bytes takes, and what bytes add.
+//! Collectives of an expert tensor parallel group by themselves: what one of no bytes takes, and what bytes add.
 
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorPrimitive};
-use burn_moe_lora::parallel::{CollectiveError, GroupName};
+use burn_moe_lora::parallel::CollectiveError;
 use burn_moe_lora::prelude::*;
 use serde_json::json;
 
 use crate::Args;
 use crate::calls::Plain;
-use crate::case::{RANK, RANKS};
+use crate::case::RANK;
 use crate::gpu::Gpu;
+use crate::ranks;
 use crate::report::Report;
 use crate::times::wall;
 
@@ -27,11 +28,11 @@ const CALLS: [(&str, Call); 3] = [
     ("all_reduce", |group, x| group.all_reduce(x)),
     ("all_gather", |group, x| {
         let rows = rows(&x);
-        group.all_gather(x, 0, &[rows; RANKS])
+        group.all_gather(x, 0, &vec![rows; group.size()])
     }),
     ("reduce_scatter", |group, x| {
         let rows = rows(&x);
-        group.reduce_scatter(x, 0, &[rows / RANKS; RANKS])
+        group.reduce_scatter(x, 0, &vec![rows / group.size(); group.size()])
     }),
 ];
 
@@ -41,21 +42,27 @@ fn rows(x: &FloatTensor<Plain>) -> usize {
 
 /// Prints the time of a call for every collective and size.
 pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
+    let size = args.etp;
+    if size == 1 {
+        report.text("a group of one rank has no collectives");
+        return;
+    }
     let gpu = Gpu::open(rank.device());
-    let group: Arc<dyn Collective<Plain>> = rank.open(GroupName::ExpertTp, (0..RANKS).collect());
-    let begin = || group.barrier().unwrap_or_else(|error| panic!("{error}"));
+    let group: Arc<dyn Collective<Plain>> = ranks::expert_tp(args, rank);
+    let world = ranks::world::<Plain>(rank);
+    let begin = || world.barrier().unwrap_or_else(|error| panic!("{error}"));
     let wait = || {
         Plain::sync(rank.device()).expect("the GPU's work ends well");
         gpu.wait();
     };
     report.text(format!(
-        "wall time of a collective of {RANKS} ranks; bytes of the whole value"
+        "wall time of a collective of {size} ranks; bytes of the whole value"
     ));
     for (name, call) in CALLS {
         for tokens in TOKENS {
             // What a gather takes in is a rank's part of the whole.
             let given = if name == "all_gather" {
-                tokens / RANKS
+                tokens / size
             } else {
                 tokens
             };
@@ -83,7 +90,8 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
             report.row(
                 format!("{name:<16}{bytes:>12} bytes{:>10.1} us", times.median),
                 &json!({
-                    "part": "collectives", "collective": name, "link": "nvlink", "group": RANKS,
+                    "part": "collectives", "collective": name, "link": "nvlink", "group": size,
+                    "ep": args.ep, "etp": size, "gpus": rank.world_size(),
                     "bytes": bytes, "us": times.median, "us_least": times.least,
                     "us_most": times.most,
                 }),

@@ -22,8 +22,9 @@ use serde_json::json;
 
 use crate::Args;
 use crate::calls::{Calls, Cuda, Fused, Plain};
-use crate::case::{CASES, Case, RANKS};
+use crate::case::{CASES, Case};
 use crate::gpu::Gpu;
+use crate::ranks::expert_tp;
 use crate::report::Report;
 
 /// Calls before the ones that are counted: compilation, autotuning, what fusion learns.
@@ -183,7 +184,7 @@ impl Counts {
 
     /// A row; `kept` are the bytes that are in use after the call and were not before.
     fn show(&self, report: &mut Report, case: &Case, place: &Place, pass: &str, kept: i64) {
-        let Place { ranks, backend } = place;
+        let Place { ranks, ep, backend } = place;
         let launches: usize = self.launches.values().sum();
         let sum: f64 = self.buffers.iter().sum();
         let largest = self.buffers.first().copied().unwrap_or(0.0);
@@ -202,6 +203,7 @@ impl Counts {
             ),
             &json!({
                 "part": "counts", "case": case.name, "etp": ranks, "backend": backend, "pass": pass,
+                "ep": ep, "gpus": ep * ranks,
                 "launches": launches, "kernels": self.launches,
                 "collectives": self.collectives, "buffers": self.buffers, "buffer_bytes": sum,
                 "kept_bytes": kept, "input_bytes": input, "base_bytes": base,
@@ -247,7 +249,12 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
         "input",
         "base"
     ));
-    for ranks in [RANKS, 1] {
+    let sizes = if args.etp == 1 {
+        vec![1]
+    } else {
+        vec![args.etp, 1]
+    };
+    for ranks in sizes {
         count::<Plain>(
             args,
             rank,
@@ -255,6 +262,7 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
             &gpu,
             Place {
                 ranks,
+                ep: args.ep,
                 backend: "plain",
             },
         );
@@ -265,15 +273,17 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
             &gpu,
             Place {
                 ranks,
+                ep: args.ep,
                 backend: "fusion",
             },
         );
     }
 }
 
-/// The size of the group, and the backend.
+/// The size of the group, how many such groups there are, and the backend.
 struct Place {
     ranks: usize,
+    ep: usize,
     backend: &'static str,
 }
 
@@ -281,7 +291,7 @@ fn count<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, plac
     let group = Arc::new(Counting {
         inner: match place.ranks {
             1 => Arc::new(Solo::new(GroupName::ExpertTp)),
-            _ => Transport::<B>::open(rank, GroupName::ExpertTp, (0..RANKS).collect()),
+            _ => expert_tp(args, rank),
         },
         calls: AtomicUsize::new(0),
     });

@@ -12,7 +12,7 @@ use burn_moe_lora::kernels::{
 use serde_json::json;
 
 use crate::backward;
-use crate::case::{FFN, HIDDEN, RANK, RANKS};
+use crate::case::{FFN, HIDDEN, RANK};
 use crate::gpu::Gpu;
 use crate::report::Report;
 use crate::times::Times;
@@ -35,6 +35,9 @@ pub const BETWEEN: Between = Between {
 const LAUNCHES: usize = 50;
 const REPEATS: usize = 7;
 
+/// Ranks that the projections are cut over.
+const ETP: usize = 2;
+
 /// One rank's part of a projection.
 pub struct Shape {
     pub name: &'static str,
@@ -48,17 +51,17 @@ pub struct Shape {
 const SHAPES: [Shape; 2] = [
     Shape {
         name: "fc2",
-        d_in: FFN / RANKS,
+        d_in: FFN / ETP,
         rank_a: RANK,
-        d_out: HIDDEN / RANKS,
+        d_out: HIDDEN / ETP,
         base: HIDDEN,
     },
     Shape {
         name: "fc1",
         d_in: HIDDEN,
-        rank_a: RANK / RANKS,
-        d_out: FFN / RANKS,
-        base: FFN / RANKS,
+        rank_a: RANK / ETP,
+        d_out: FFN / ETP,
+        base: FFN / ETP,
     },
 ];
 

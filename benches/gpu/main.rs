@@ -19,10 +19,12 @@ mod kernels;
 mod ranks;
 mod report;
 mod times;
+mod variants;
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
+use burn_moe_lora::prelude::*;
 use clap::{Parser, ValueEnum};
 
 use crate::report::Report;
@@ -33,6 +35,12 @@ struct Args {
     /// One part alone; all of them when left out.
     #[arg(value_enum)]
     part: Option<Part>,
+    /// Expert tensor parallel size: the ranks that an adapter is cut over, a GPU each.
+    #[arg(long, default_value_t = 2)]
+    etp: usize,
+    /// Expert parallel size: so many such groups at once, each with experts and rows of its own.
+    #[arg(long, default_value_t = 1)]
+    ep: usize,
     /// Ranks as threads of one process rather than a process each, for the times.
     #[arg(long)]
     threads: bool,
@@ -57,12 +65,23 @@ struct Args {
 enum Part {
     /// The products of an adapter alone, on one GPU, timed on the device.
     Kernels,
-    /// Wall time of the adapters on two GPUs, forward and forward plus backward.
+    /// Wall time of the adapters, forward and forward plus backward.
     Times,
-    /// Wall time of collectives alone, on two GPUs.
+    /// Wall time of whole linears: bare, with LoRA, with DoRA, with one named adapter and with eight.
+    Variants,
+    /// Wall time of collectives alone.
     Collectives,
     /// Launches, collectives and allocations of one call.
     Counts,
+}
+
+impl Args {
+    /// `ep` groups of `etp` ranks.
+    fn topology(&self) -> Topology {
+        let config = TopologyConfig::new(self.ep * self.etp);
+        let topology = config.with_ep(self.ep).with_etp(self.etp).init();
+        topology.unwrap_or_else(|error| panic!("{error}"))
+    }
 }
 
 fn main() -> ExitCode {
@@ -75,7 +94,7 @@ fn main() -> ExitCode {
     let needed = if args.part == Some(Part::Kernels) {
         1
     } else {
-        2
+        args.topology().world_size()
     };
     if found < needed {
         eprintln!("needs {needed} GPUs, found {found}");
@@ -88,6 +107,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Some(Part::Times) => ranks::run(&args, times::run),
+        Some(Part::Variants) => ranks::run(&args, variants::run),
         Some(Part::Collectives) => ranks::run(&args, collectives::run),
         Some(Part::Counts) => {
             counts::listen();

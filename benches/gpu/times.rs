@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn_moe_lora::parallel::GroupName;
 use burn_moe_lora::prelude::*;
 use serde_json::json;
 
 use crate::Args;
 use crate::calls::{Calls, Cuda, Fused, Plain};
-use crate::case::{CASES, EXPERTS, FFN, HIDDEN, RANK, RANKS, TOKENS};
+use crate::case::{CASES, EXPERTS, FFN, HIDDEN, RANK, TOKENS};
 use crate::gpu::Gpu;
+use crate::ranks;
 use crate::report::Report;
 
 /// Calls before the first window: compilation, autotuning, growth of the memory pools.
@@ -70,12 +70,15 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
             "copy bandwidth {:.2} TB/s, ranks as {ranks}",
             gpu.bandwidth() / 1e12
         ),
-        &json!({"part": "times", "copy_bytes_per_s": gpu.bandwidth(), "ranks": ranks}),
+        &json!({
+            "part": "times", "copy_bytes_per_s": gpu.bandwidth(), "ranks": ranks,
+            "ep": args.ep, "etp": args.etp, "gpus": rank.world_size(),
+        }),
     );
     report.text(format!(
-        "wall time of a call, {TOKENS} tokens, hidden {HIDDEN}, ffn {FFN}, rank {RANK}, bf16, ETP = {RANKS}, \
+        "wall time of a call, {TOKENS} tokens, hidden {HIDDEN}, ffn {FFN}, rank {RANK}, bf16, EP = {}, ETP = {}, \
          {EXPERTS} experts where grouped; median (least to most) of {} windows of {} calls over {} sets of inputs",
-        args.windows, args.calls, args.inputs
+        args.ep, args.etp, args.windows, args.calls, args.inputs
     ));
     report.text(format!(
         "{:<13}{:<8}{:>26}{:>7}{:>8}{:>26}{:>7}{:>8}",
@@ -86,8 +89,9 @@ pub fn run(args: &Args, rank: &Nccl, report: &mut Report) {
 }
 
 fn time<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, backend: &str) {
-    let group: Arc<dyn Collective<B>> = rank.open(GroupName::ExpertTp, (0..RANKS).collect());
-    let begin = || group.barrier().unwrap_or_else(|error| panic!("{error}"));
+    let group: Arc<dyn Collective<B>> = ranks::expert_tp(args, rank);
+    let world = ranks::world::<B>(rank);
+    let begin = || world.barrier().unwrap_or_else(|error| panic!("{error}"));
     let wait = || {
         B::sync(rank.device()).expect("the GPU's work ends well");
         gpu.wait();
@@ -116,8 +120,8 @@ fn time<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, backe
         );
         calls.check();
         let (forward_bytes, both_bytes) = (
-            case.forward_bytes(),
-            case.forward_bytes() + case.backward_bytes(),
+            case.forward_bytes(args.etp),
+            case.forward_bytes(args.etp) + case.backward_bytes(args.etp),
         );
         let share = |bytes: usize, us: f64| bytes as f64 / us * 1e6 / gpu.bandwidth();
         let column = |times: &Times, bytes: usize| {
@@ -137,6 +141,7 @@ fn time<B: Cuda>(args: &Args, rank: &Nccl, report: &mut Report, gpu: &Gpu, backe
             ),
             &json!({
                 "part": "times", "case": case.name, "backend": backend,
+                "ep": args.ep, "etp": args.etp, "gpus": rank.world_size(),
                 "ranks": if args.threads { "threads" } else { "processes" }, "inputs": args.inputs,
                 "forward_us": forward.median, "forward_us_least": forward.least,
                 "forward_us_most": forward.most, "forward_bytes": forward_bytes,

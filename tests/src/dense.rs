@@ -16,6 +16,7 @@ use moe_lora_testkit::{
     Axis, Matrix, Noise, TrainingBackend, assert_close, gradient, load_start, noise, oracle, scale,
     shard, unshard,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::dropout;
 
@@ -63,7 +64,7 @@ pub struct Case {
 }
 
 /// What one rank made of them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Found {
     /// The output.
     pub y: Matrix,

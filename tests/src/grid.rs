@@ -7,13 +7,13 @@ use burn::tensor::DType;
 use moe_lora_adapters::{Activation, Dropout, LoraConfig, Sharing};
 use moe_lora_experts::{SharedConfig, WeighAt};
 use moe_lora_testkit::{
-    Axis, GateUpTargets, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle,
+    Axis, GateUpTargets, Matrix, Ranks, SHARING, TrainingBackend, assert_all_close, noise, oracle,
 };
 
-use crate::dense::{COLUMN_AXES, COLUMN_SEQUENCE_AXES, Sum, row_axes, tp};
-use crate::grouped::Kind;
-use crate::moe::Place;
-use crate::shared_experts::{MLP_REDUCTION, WAYS, mlp_case, shared_oracle, shared_results};
+use crate::dense::{COLUMN_AXES, COLUMN_SEQUENCE_AXES, Sum, row_axes, sizes, tp};
+use crate::grouped::{KINDS, Kind};
+use crate::moe::{Place, place};
+use crate::shared_experts::{MLP_REDUCTION, WAYS, Way, mlp_case, shared_oracle, shared_results};
 use crate::{dense, grouped, moe, multi};
 
 const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
@@ -22,7 +22,7 @@ fn config(dtype: DType) -> LoraConfig {
     LoraConfig::new(dense::RANK, dense::ALPHA).with_dtype(dtype)
 }
 
-/// Column-parallel, row-parallel and replicated linears over 1 or 2 tensor parallel ranks.
+/// Column-parallel, row-parallel and replicated linears over 1, 2 or 4 tensor parallel ranks.
 ///
 /// # Panics
 ///
@@ -36,9 +36,14 @@ pub fn dense_linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dty
         let case = dense::Case::new(config);
         let found = ranks.run(tp(size), |mesh, device| case.column(mesh, device));
         case.check("column", &found, COLUMN_AXES);
-        let found = ranks.run(tp(size), |mesh, device| case.column_sequence(mesh, device));
-        case.check("column of tokens", &found, COLUMN_SEQUENCE_AXES);
+        if every_rank_has_tokens(size) {
+            let found = ranks.run(tp(size), |mesh, device| case.column_sequence(mesh, device));
+            case.check("column of tokens", &found, COLUMN_SEQUENCE_AXES);
+        }
         for sum in [Sum::Here, Sum::ByTheCaller, Sum::OverTokens] {
+            if sum == Sum::OverTokens && !every_rank_has_tokens(size) {
+                continue;
+            }
             let found = ranks.run(tp(size), |mesh, device| case.row(mesh, device, sum));
             case.check(&format!("row {sum:?}"), &found, row_axes(sum));
         }
@@ -47,7 +52,13 @@ pub fn dense_linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dty
     }
 }
 
-/// Shared experts, gated or not and summed in every way, over 1 or 2 tensor parallel ranks.
+/// Whether the linears' tokens, dealt to so many ranks, leave none without; whole layers are sequence
+/// parallel over any number.
+fn every_rank_has_tokens(size: usize) -> bool {
+    !sizes(size).contains(&0)
+}
+
+/// Shared experts, gated or not and summed in every way, over 1, 2 or 4 tensor parallel ranks.
 ///
 /// # Panics
 ///
@@ -59,6 +70,9 @@ pub fn shared_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize, dt
         for gate in [None, Some(noise(10, 1, case.hidden))] {
             let expected = shared_oracle(&case, &mlp, gate.as_ref());
             for way in WAYS {
+                if way == Way::SequenceParallel && !every_rank_has_tokens(size) {
+                    continue;
+                }
                 let found = shared_results(ranks, &case, &mlp, gate.as_ref(), size, way);
                 assert_eq!(found.len(), expected.len());
                 let gated = gate.is_some();
@@ -186,12 +200,12 @@ pub fn layers_with_named_adapters<B: TrainingBackend>(
     }
 }
 
-/// A layer on two ranks, all of whose tokens choose the experts of the first.
+/// A layer at EP = 2, all of whose tokens choose the experts of the first.
 ///
 /// # Panics
 ///
-/// When a result is not close to the oracle's, or the second rank's experts have tokens.
-pub fn idle_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, dtype: DType) {
+/// When a result is not close to the oracle's, or the others' experts have tokens.
+pub fn idle_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, place: &Place, dtype: DType) {
     let case = moe::Case {
         score: oracle::Score::Sigmoid {
             groups: 2,
@@ -202,12 +216,41 @@ pub fn idle_experts<B: TrainingBackend>(ranks: &impl Ranks<B>, dtype: DType) {
         corrected: true,
         ..moe::case(Sharing::PerExpert, GateUpTargets::Fused, dtype)
     };
-    let (moe, (x, _)) = (case.oracle(), moe::data(2));
-    for token in 0..2 {
+    let tokens = place.dealt.iter().sum();
+    let mut moe = case.oracle();
+    // More than two scores differ by.
+    let favoured = |expert| if expert < moe::EXPERTS / 2 { 4.0 } else { 0.0 };
+    moe.correction_bias = Some(Matrix::build(1, moe::EXPERTS, |_, expert| favoured(expert)));
+    let (x, _) = case.data(tokens);
+    for token in 0..tokens {
         let chosen = moe.route(&x.pick_rows([token]));
         assert!(chosen.iter().all(|(expert, _)| *expert < moe::EXPERTS / 2));
     }
-    case.check(ranks, &moe::place(1, 2, 1, &[1, 1]));
+    case.check_against(&moe, ranks, place);
+}
+
+/// The whole grid on four ranks: linears at TP = ETP = 4, layers at every way to lay the experts over
+/// them, with tensor parallel shared experts, and experts without rows at EP = ETP = 2.
+///
+/// # Panics
+///
+/// When a result is not close to the oracle's.
+pub fn four_ranks<B: TrainingBackend>(ranks: &impl Ranks<B>, dtype: DType) {
+    dense_linears::<B>(ranks, 4, dtype);
+    shared_experts::<B>(ranks, 4, dtype);
+    expert_linears::<B>(ranks, &KINDS, 4, dtype);
+    idle_experts::<B>(ranks, &place(1, 2, 2, &[1, 1, 1, 1]), dtype);
+    let places = [
+        place(1, 2, 2, &[1, 4, 2, 3]),
+        place(2, 2, 2, &[1, 3, 1, 4]),
+        place(4, 2, 2, &[2, 1, 5, 1]),
+        place(1, 1, 4, &[1, 5, 1, 2]),
+        place(4, 1, 4, &[3, 1, 1, 4]),
+        place(1, 4, 1, &[4, 1, 3, 1]),
+    ];
+    layers::<B>(ranks, &places, dtype);
+    layers_with_dropout::<B>(ranks, &places, dtype);
+    layers_with_named_adapters::<B>(ranks, &places, dtype);
 }
 
 fn kinds_of_layers() -> [(WeighAt, Option<SharedConfig>); 3] {

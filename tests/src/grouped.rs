@@ -12,6 +12,7 @@ use moe_lora_testkit::{
     Axis, Matrix, Noise, Ranks, TrainingBackend, assert_close, factor_axes, gradient, load_start,
     noise, oracle, scale, shard, shared_factors, shared_pair, unshard,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::dropout;
 
@@ -82,7 +83,7 @@ pub struct Case {
 }
 
 /// What one rank made of a case, or all of them together, or one device.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// The output.
     pub y: Matrix,

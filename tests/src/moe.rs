@@ -10,6 +10,7 @@ use moe_lora_testkit::{
     Axis, GateUpTargets, Matrix, MlpCase, MlpValues, Ranks, TrainingBackend, assert_all_close,
     gradient, noise, oracle, synced_gradient, unshard, unshard_experts,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::dropout;
 
@@ -114,7 +115,7 @@ pub struct Outcome {
 }
 
 /// What one rank makes of it, the factors' gradients before and after their synchronisation.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Found {
     /// The output for its own tokens.
     pub y: Matrix,
@@ -379,9 +380,22 @@ impl Case {
     ///
     /// When one is not close.
     pub fn check<B: TrainingBackend>(&self, ranks: &impl Ranks<B>, place: &Place) {
-        let moe = self.oracle();
-        let found = self.join(&self.found(ranks, &moe, place), &place.topology);
-        let expected = self.expected(&moe, place.dealt.iter().sum());
+        self.check_against(&self.oracle(), ranks, place);
+    }
+
+    /// As [`check`](Self::check), of another layer of this kind.
+    ///
+    /// # Panics
+    ///
+    /// When one is not close.
+    pub fn check_against<B: TrainingBackend>(
+        &self,
+        moe: &oracle::Moe,
+        ranks: &impl Ranks<B>,
+        place: &Place,
+    ) {
+        let found = self.join(&self.found(ranks, moe, place), &place.topology);
+        let expected = self.expected(moe, place.dealt.iter().sum());
         let t = &place.topology;
         let name = format!(
             "tp={} ep={} etp={} of {}, {:?} {:?} {:?} {:?} {:?} {:?} {:?} biased={} corrected={}",

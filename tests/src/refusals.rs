@@ -11,7 +11,7 @@ use moe_lora_adapters::{
     Sharing, Weight,
 };
 use moe_lora_parallel::{ExpertTp, Group, Mesh};
-use moe_lora_testkit::{Mocked, Ranks};
+use moe_lora_testkit::Mocked;
 
 use crate::grouped::etp;
 

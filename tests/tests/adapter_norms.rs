@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use moe_lora_adapters::{Adaptable, AdapterNorm, Sharing, adapter_norms};
 use moe_lora_parallel::Mesh;
 use moe_lora_testkit::{
-    Ad, GateUpTargets, Matrix, Mocked, Ranks, SHARING, assert_close, assert_far, oracle,
+    Ad, GateUpTargets, Matrix, Mocked, SHARING, assert_close, assert_far, oracle,
 };
 use moe_lora_tests::moe::{self, Case, Place, place};
 

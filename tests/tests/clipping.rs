@@ -13,8 +13,8 @@ use moe_lora_adapters::{
 };
 use moe_lora_parallel::{CollectiveOp, ExpertTp, GroupName, Mesh, Topology, TopologyConfig, Tp};
 use moe_lora_testkit::{
-    Ad, GateUpTargets, Matrix, Mocked, Ranks, SHARING, TrainingBackend, assert_close, assert_far,
-    factors, mock, ranks, synced_gradient,
+    Ad, GateUpTargets, Matrix, Mocked, SHARING, TrainingBackend, assert_close, assert_far, factors,
+    mock, ranks, synced_gradient,
 };
 use moe_lora_tests::moe::{self, Case, Found, HIDDEN, Outcome, Place, REDUCTION, place};
 

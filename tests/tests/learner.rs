@@ -21,7 +21,7 @@ use moe_lora_adapters::{Adaptable, AdapterBackend, Sharing, TrainedWeight};
 use moe_lora_experts::{MoeLayer, TokenCounter};
 use moe_lora_parallel::{Mesh, range_of};
 use moe_lora_testkit::{
-    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, factors, panic_message, unshard_experts,
+    Ad, GateUpTargets, Matrix, Mocked, assert_close, factors, panic_message, unshard_experts,
 };
 use moe_lora_tests::moe::{self, Case, HIDDEN, Place, REDUCTION, place};
 use moe_lora_train::{Adapted, AdapterMetric, AdapterTraining, Finetune, StepStats};

@@ -8,7 +8,7 @@ use moe_lora_adapters::{
 use moe_lora_experts::{SlotOrder, WeighAt};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{Call, CollectiveOp, Group, Mesh, MockWorld, Tp, range_of};
-use moe_lora_testkit::{Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_far, mock, ranks};
+use moe_lora_testkit::{Ad, GateUpTargets, Matrix, Mocked, assert_far, mock, ranks};
 use moe_lora_tests::moe::{self, Place, place, shared};
 use moe_lora_tests::multi::{Case, Results, case};
 

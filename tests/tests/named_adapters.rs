@@ -12,7 +12,7 @@ use moe_lora_checkpoint::{Checkpoint, Strictness};
 use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{ExpertTp, Group, Mesh, range_of};
 use moe_lora_testkit::{
-    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, factors, mock, oracle,
+    Ad, GateUpTargets, Matrix, Mocked, assert_close, assert_far, factors, mock, oracle,
     panic_message, ranks,
 };
 use moe_lora_tests::moe::{self, Place, data, place, shared};

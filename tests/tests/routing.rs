@@ -9,8 +9,8 @@ use moe_lora_parallel::{
     Ep, Features, Group, Mesh, MockWorld, Topology, TopologyConfig, all_to_all, range_of,
 };
 use moe_lora_testkit::{
-    Ad, Axis, GateUpTargets, Matrix, Mocked, Noise, Ranks, assert_close, assert_far, mock, noise,
-    oracle, panic_message, ranks, unshard,
+    Ad, Axis, GateUpTargets, Matrix, Mocked, Noise, assert_close, assert_far, mock, noise, oracle,
+    panic_message, ranks, unshard,
 };
 use moe_lora_tests::moe::{self, place};
 use proptest::prelude::*;

@@ -8,9 +8,7 @@ use moe_lora_adapters::{
 };
 use moe_lora_experts::MoeLayer;
 use moe_lora_parallel::{Mesh, range_of};
-use moe_lora_testkit::{
-    Ad, GateUpTargets, Matrix, Mocked, Ranks, assert_close, assert_far, factors,
-};
+use moe_lora_testkit::{Ad, GateUpTargets, Matrix, Mocked, assert_close, assert_far, factors};
 use moe_lora_tests::moe::{self, Case, Found, Outcome, Place, REDUCTION};
 use moe_lora_tests::variants::Base;
 

@@ -89,7 +89,7 @@ fn expert_linears_are_exact() {
 #[test]
 fn a_layer_is_exact_where_no_token_chose_a_rank_s_experts() {
     let Some(_alone) = adapter() else { return };
-    grid::idle_experts::<Autodiff<Plain>>(&Mocked, DType::F32);
+    grid::idle_experts::<Autodiff<Plain>>(&Mocked, &place(1, 2, 1, &[1, 1]), DType::F32);
     let case = case(Sharing::PerExpert, GateUpTargets::Fused, DType::F32);
     case.check::<Autodiff<Plain>>(&Mocked, &place(1, 2, 2, &[3, 1, 4, 1]));
 }

@@ -87,25 +87,34 @@ impl World {
     /// The error of a call, once something has failed.
     pub fn check(&self, op: CollectiveOp, group: GroupName) -> Result<(), CollectiveError> {
         let rank = self.rank;
-        match lock(&self.failure).clone() {
-            None => Ok(()),
-            Some(Failure::Departed {
+        let Some(failure) = lock(&self.failure).clone() else {
+            return Ok(());
+        };
+        self.let_others_learn();
+        Err(match failure {
+            Failure::Departed {
                 rank: departed,
                 reason,
-            }) => Err(CollectiveError::Departed {
+            } => CollectiveError::Departed {
                 op,
                 group,
                 rank,
                 departed,
                 reason,
-            }),
-            Some(Failure::Broken(reason)) => Err(CollectiveError::Transport {
+            },
+            Failure::Broken(reason) => CollectiveError::Transport {
                 op,
                 group,
                 rank,
                 reason,
-            }),
-        }
+            },
+        })
+    }
+
+    /// On rank 0, holds an error back until every rank has seen its cause on the board, or had the time
+    /// to: the error may end this process, and the others would know no more than that it is gone.
+    fn let_others_learn(&self) {
+        self.host.outlive(self.size, PATIENCE);
     }
 
     /// Ends the world for this rank, and by the watchdog for the others; the first cause counts.
@@ -120,7 +129,7 @@ impl World {
     /// The error of a meeting that did not take place, which is the end of the world.
     pub fn absence(&self, op: CollectiveOp, group: GroupName, absence: Absence) -> CollectiveError {
         let (rank, waited) = (self.rank, self.timeout);
-        match absence {
+        let error = match absence {
             Absence::Missing(missing) => {
                 self.fail(format!(
                     "gave up waiting for ranks {missing:?} after {waited:?}"
@@ -159,7 +168,9 @@ impl World {
                     reason,
                 }
             }
-        }
+        };
+        self.let_others_learn();
+        error
     }
 
     /// Puts a communicator under the watchdog.
@@ -268,10 +279,8 @@ impl World {
     }
 
     fn look_for_failure(&self) {
-        let failed = lock(&self.communicators).iter().find_map(|c| c.failure());
-        if let Some(reason) = failed {
-            return self.fail(reason);
-        }
+        // The board's word counts more: it names the rank that has gone, where NCCL knows that one has.
+        let broken = lock(&self.communicators).iter().find_map(|c| c.failure());
         match self.host.failed() {
             Ok(None) => {}
             Ok(Some(departure)) if departure.rank == self.rank => {}
@@ -282,6 +291,9 @@ impl World {
                 return self.fail(format!("rank 0 is out of reach: {reason}"));
             }
             Err(_) => {}
+        }
+        if let Some(reason) = broken {
+            return self.fail(reason);
         }
         let mut calls = lock(&self.calls);
         if let Err(reason) = calls.reap(&self.device) {

@@ -12,6 +12,7 @@ mod dropout;
 mod factors;
 mod kernels;
 mod matrix;
+mod member;
 mod mlp;
 pub mod oracle;
 mod ranks;
@@ -24,6 +25,7 @@ pub use dropout::dropout_masks;
 pub use factors::{factors, gradient, load_start, synced_gradient};
 pub use kernels::kernels;
 pub use matrix::{Matrix, Noise, central_differences, noise};
+pub use member::Member;
 pub use mlp::{
     GateUpTargets, MlpCase, MlpValues, SHARING, factor_axes, scale, shared_factors, shared_pair,
 };

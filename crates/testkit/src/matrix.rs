@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
 
 /// A matrix of `f64` in row-major order.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Matrix {
     /// Number of rows.
     pub rows: usize,

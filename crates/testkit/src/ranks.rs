@@ -6,6 +6,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
 use moe_lora_adapters::AdapterBackend;
 use moe_lora_parallel::{Mesh, MockWorld, ParallelBackend, Topology};
+use serde::{Serialize, de::DeserializeOwned};
 
 /// The backend of the suites.
 pub type Ad = Autodiff<Flex>;
@@ -27,12 +28,12 @@ where
 /// Runs the ranks of any topology: what a case is run on, over whichever transport.
 pub trait Ranks<B: ParallelBackend> {
     /// Runs `body` on every rank, with its groups and its device, and returns the results in rank
-    /// order.
+    /// order. They can be serialised, as a rank may be another process.
     ///
     /// # Panics
     ///
     /// When a rank fails.
-    fn run<T: Send>(
+    fn run<T: Send + Serialize + DeserializeOwned>(
         &self,
         topology: Topology,
         body: impl Fn(&Mesh<B>, &B::Device) -> T + Sync,
@@ -44,7 +45,22 @@ pub trait Ranks<B: ParallelBackend> {
 pub struct Mocked;
 
 impl<B: ParallelBackend> Ranks<B> for Mocked {
-    fn run<T: Send>(
+    fn run<T: Send + Serialize + DeserializeOwned>(
+        &self,
+        topology: Topology,
+        body: impl Fn(&Mesh<B>, &B::Device) -> T + Sync,
+    ) -> Vec<T> {
+        self.run(topology, body)
+    }
+}
+
+impl Mocked {
+    /// As [`Ranks::run`], with results of any type: they stay in the process.
+    ///
+    /// # Panics
+    ///
+    /// When a rank fails.
+    pub fn run<B: ParallelBackend, T: Send>(
         &self,
         topology: Topology,
         body: impl Fn(&Mesh<B>, &B::Device) -> T + Sync,

@@ -20,6 +20,7 @@ const CLOSE: f64 = 1e-2;
 
 const ONE_CPU: &[&str] = &["--ep", "1", "--etp", "1"];
 const TWO_GPUS: &[&str] = &["--ep", "1", "--etp", "2", "--backend", "cuda"];
+const FOUR_GPUS: &[&str] = &["--ep", "2", "--etp", "2", "--backend", "cuda"];
 const OUT: &str = "MOE_LORA_TEST_OUT";
 const STEPS: &str = "MOE_LORA_TEST_STEPS";
 
@@ -144,19 +145,29 @@ fn more_ranks_than_gpus_are_refused_with_both_numbers() {
     );
 }
 
-/// Nothing by itself: one rank of [`a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu`].
+#[test]
+fn a_thread_for_each_of_four_gpus_follows_the_losses_of_the_cpu() {
+    let Some(_alone) = gpus(4) else { return };
+    let cpu = losses("100", ONE_CPU);
+    check("four GPUs", &losses("100", FOUR_GPUS), &cpu);
+}
+
+/// Nothing by itself: one rank of [`processes`].
 #[test]
 fn rank_of_a_world_of_processes() {
     let (Ok(out), Ok(steps)) = (std::env::var(OUT), std::env::var(STEPS)) else {
         return;
     };
-    let summary = run(Path::new(&out), &steps, TWO_GPUS);
+    let flags = match &*std::env::var("WORLD_SIZE").unwrap() {
+        "2" => TWO_GPUS,
+        _ => FOUR_GPUS,
+    };
+    let summary = run(Path::new(&out), &steps, flags);
     assert_eq!(summary.is_some(), std::env::var("RANK").unwrap() == "0");
 }
 
-#[test]
-fn a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu() {
-    let Some(_alone) = gpus(2) else { return };
+/// Every step's loss of so many ranks, each a process with a GPU.
+fn processes(ranks: usize, steps: &str) -> Vec<f64> {
     let folder = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
     let port = port.unwrap().port().to_string();
@@ -165,10 +176,10 @@ fn a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu() {
         Command::new(std::env::current_exe().unwrap())
             .args(["rank_of_a_world_of_processes", "--exact", "--nocapture"])
             .env(OUT, folder.path())
-            .env(STEPS, "30")
+            .env(STEPS, steps)
             .env("RANK", &rank)
             .env("LOCAL_RANK", &rank)
-            .env("WORLD_SIZE", "2")
+            .env("WORLD_SIZE", ranks.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", &port)
             .env("MOE_LORA_TOKEN", "a token for tests")
@@ -177,7 +188,7 @@ fn a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu() {
             .spawn()
             .unwrap()
     };
-    let ranks = [0, 1].map(start);
+    let ranks: Vec<Child> = (0..ranks).map(start).collect();
     for (rank, process) in ranks.into_iter().enumerate() {
         let output = process.wait_with_output().unwrap();
         let [stdout, stderr] =
@@ -185,11 +196,21 @@ fn a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu() {
         assert!(output.status.success(), "rank {rank}: {stdout}{stderr}");
         // Rank 0 alone reports.
         assert_eq!(stdout.contains("topology  "), rank == 0, "{stdout}");
-        assert_eq!(stderr.contains("step 1/30"), rank == 0, "{stderr}");
+        let first = format!("step 1/{steps}");
+        assert_eq!(stderr.contains(&first), rank == 0, "{stderr}");
     }
-    check(
-        "two processes",
-        &read(folder.path()),
-        &losses("30", ONE_CPU),
-    );
+    read(folder.path())
+}
+
+#[test]
+fn a_process_for_each_of_two_gpus_follows_the_losses_of_the_cpu() {
+    let Some(_alone) = gpus(2) else { return };
+    check("two processes", &processes(2, "30"), &losses("30", ONE_CPU));
+}
+
+#[test]
+fn a_process_for_each_of_four_gpus_follows_the_losses_of_the_cpu() {
+    let Some(_alone) = gpus(4) else { return };
+    let cpu = losses("100", ONE_CPU);
+    check("four processes", &processes(4, "100"), &cpu);
 }

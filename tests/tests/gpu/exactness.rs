@@ -15,7 +15,7 @@ use crate::ranks::{Connected, gpus};
 use crate::{Fused, Plain};
 
 /// At 1e-5 and at 1e-2 of the norm.
-const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
 /// The kinds of linears at TP = ETP = `size`.
 fn linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize) {
@@ -28,7 +28,7 @@ fn linears<B: TrainingBackend>(ranks: &impl Ranks<B>, size: usize) {
 
 fn layers<B: TrainingBackend>(ranks: &impl Ranks<B>, places: &[Place]) {
     for dtype in DTYPES {
-        grid::idle_experts::<B>(ranks, dtype);
+        grid::idle_experts::<B>(ranks, &place(1, 2, 1, &[1, 1]), dtype);
         grid::layers::<B>(ranks, places, dtype);
         grid::layers_with_dropout::<B>(ranks, places, dtype);
         grid::layers_with_named_adapters::<B>(ranks, places, dtype);

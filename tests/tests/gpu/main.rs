@@ -2,7 +2,9 @@
 //! `MOE_LORA_REQUIRE_GPUS` asks for them.
 
 mod exactness;
+mod four;
 mod kernels;
+mod processes;
 mod ranks;
 mod transport;
 

@@ -1,9 +1,5 @@
 //! The transport on two GPUs.
-//!
-//! Ranks in processes are this binary again, told by `MOE_LORA_TEST_ROLE` what to do.
 
-use std::net::TcpListener;
-use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
@@ -19,12 +15,14 @@ use moe_lora_nccl::{CudaBackend, Nccl, NcclConfig, gpu_count};
 use moe_lora_parallel::{Collective, CollectiveError, GroupName, Mesh, TopologyConfig, Transport};
 use moe_lora_testkit::{Body, conformance};
 
+use crate::processes::{ROLE, output, processes};
 use crate::ranks::{LONG, gpus, threads};
 use crate::{Fused, Plain};
 
 /// Longer than any call takes to be queued, and than the timeouts of the tests that hold a GPU's thread.
 const HELD: Duration = Duration::from_secs(30);
-const ROLE: &str = "MOE_LORA_TEST_ROLE";
+/// The test that is a process of the tests here.
+const PROCESS: &str = "transport::role";
 
 /// Those in which the suite's values are exact on so many ranks.
 fn dtypes(ranks: usize) -> &'static [DType] {
@@ -325,7 +323,7 @@ fn a_machine_without_gpus_is_an_error_at_the_start() {
 
 // ---- ranks as processes ------------------------------------------------------------------------
 
-/// What a process of [`processes`] does, by its role.
+/// What a process of these tests does, by its role.
 #[test]
 fn role() {
     let Ok(role) = std::env::var(ROLE) else {
@@ -369,38 +367,9 @@ fn role() {
     }
 }
 
-/// Two processes in a role, a GPU each.
-fn processes(role: &str, vars: &[(&str, &str)]) -> [Child; 2] {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
-    let port = port.unwrap().port().to_string();
-    [0, 1].map(|rank| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["transport::role", "--exact", "--nocapture"])
-            .env(ROLE, role)
-            .env("RANK", rank.to_string())
-            .env("LOCAL_RANK", rank.to_string())
-            .env("WORLD_SIZE", "2")
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", &port)
-            .env("MOE_LORA_TOKEN", "a token for tests on one machine")
-            .envs(vars.iter().copied())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    })
-}
-
-fn output(child: Child) -> (Output, String) {
-    let output = child.wait_with_output().unwrap();
-    let text = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    let text = text.concat();
-    (output, text)
-}
-
 fn processes_conform(vars: &[(&str, &str)]) {
     let Some(_gpus) = gpus(2) else { return };
-    for child in processes("conform", vars) {
+    for child in processes::<2>(PROCESS, "conform", vars) {
         let (output, text) = output(child);
         assert!(output.status.success(), "{text}");
     }
@@ -420,7 +389,7 @@ fn ranks_as_processes_conform_over_sockets() {
 /// Rank 0's text, and how long both took. Rank 1 is killed if it still lives then.
 fn left_alone(role: &str) -> (String, Duration) {
     let start = Instant::now();
-    let [zero, mut one] = processes(role, &[]);
+    let [zero, mut one] = processes(PROCESS, role, &[]);
     let (output, text) = output(zero);
     let took = start.elapsed();
     let _ = one.kill();
