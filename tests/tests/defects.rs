@@ -1068,8 +1068,12 @@ fn extents_that_the_group_does_not_divide_are_refused_on_every_rank_alike() {
         })
     }
     let at_two = |what: &str, extent: usize| {
+        let way_out = match what {
+            "lora rank" => "a multiple of 2 as rank".to_owned(),
+            _ => format!("a divisor of {extent} as etp_size"),
+        };
         let message = format!(
-            "experts.fc: {what}={extent} is not divisible by etp_size=2 (choose a divisor of {extent} as etp_size)"
+            "experts.fc: {what}={extent} is not divisible by etp_size=2 (choose {way_out})"
         );
         vec![message; 2]
     };

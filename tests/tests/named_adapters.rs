@@ -344,7 +344,7 @@ fn a_rank_that_the_group_does_not_divide_is_refused_beside_ranks_that_it_does() 
         let error = layer.add_named_adapters("six", &targets, &config, device);
         assert_eq!(
             error.unwrap_err().to_string(),
-            "moe.experts.gate_up_proj.six: lora rank=6 is not divisible by etp_size=4 (choose a divisor of 6 as etp_size)"
+            "moe.experts.gate_up_proj.six: lora rank=6 is not divisible by etp_size=4 (choose a multiple of 4 as rank)"
         );
     });
 }

@@ -285,7 +285,7 @@ fn replicas_beyond_those_that_saved_get_the_same_values() {
             case.layer(2, &mesh),
             MoeLayer::trained_weights,
             &mesh,
-            Strictness::AllowUnexpected,
+            Strictness::Exact,
         )
         .unwrap();
         let Weight::PerExpert(a) = &layer.experts.down.adapters[0].a.weight else {
@@ -295,6 +295,33 @@ fn replicas_beyond_those_that_saved_get_the_same_values() {
     });
     assert_eq!(values.len(), 8);
     assert!(values.iter().all(|rank| *rank == saved));
+}
+
+#[test]
+fn an_optimizer_s_state_is_no_leftover_of_adapters_and_another_adapter_is_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = CASES[0];
+    case.save(topology(1, 1, 1, 1), folder.path());
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mesh = Mesh::<Ad>::solo();
+    let load = |layer| {
+        let weights = MoeLayer::trained_weights;
+        load_adapters(&checkpoint, layer, weights, &mesh, Strictness::Exact)
+    };
+    let (_, report) = load(case.layer(2, &mesh)).unwrap();
+    assert_eq!((report.applied.len(), report.unexpected.len()), (8, 0));
+
+    let mut layer = case.layer(2, &mesh);
+    layer.merge(&mesh).unwrap();
+    let fc1 = Targets::new(["gate_up_proj"]);
+    layer
+        .add_adapters(&fc1, &case.config(), &Default::default())
+        .unwrap();
+    let Err(ResumeError::Checkpoint(CheckpointError::Refused { report })) = load(layer) else {
+        panic!("the adapters of down_proj are left over")
+    };
+    let factor = "mlp.experts.down_proj.lora_A".to_string();
+    assert!(report.unexpected.contains(&factor), "{report}");
 }
 
 #[test]

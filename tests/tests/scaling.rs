@@ -114,7 +114,7 @@ fn a_rank_that_etp_cannot_cut_is_refused_and_not_rounded_up() {
     assert!(messages.iter().all(|message| *message == messages[0]));
     assert_eq!(
         messages[0],
-        "moe.experts.gate_up_proj: lora rank=2 is not divisible by etp_size=4 (choose a divisor of 2 as etp_size)"
+        "moe.experts.gate_up_proj: lora rank=2 is not divisible by etp_size=4 (choose a multiple of 4 as rank)"
     );
 }
 

@@ -434,7 +434,9 @@ mod tests {
             assert_eq!(check_gradients(&weights, &grads), alone);
             alone
         };
+        let none = check_gradients::<B>(&[], &GradientsParams::new()).unwrap_err();
+        assert_snapshot!(none, @"there are no adapters to train (call add_adapters first)");
         run(1.0, true).unwrap();
-        assert_snapshot!(run(0.0, false).unwrap_err(), @"no gradient reached the adapters of layers.0.experts.up_proj, layers.0.o_proj (pass what their linears give on to the loss, and tokens to their experts)");
+        assert_snapshot!(run(0.0, false).unwrap_err(), @"no gradient reached the adapters of layers.0.experts.up_proj, layers.0.o_proj (pass what their linears give on to the loss, and tokens to their experts; freeze the rest before add_adapters, not after)");
     }
 }

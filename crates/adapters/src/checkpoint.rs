@@ -20,7 +20,8 @@ use burn::optim::Optimizer;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use moe_lora_checkpoint::{
-    Checkpoint, Dtype, GroupSizes, LoadReport, Place, Save, Strictness, TensorLayout,
+    Checkpoint, CheckpointError, Dtype, GroupSizes, LoadReport, Place, Save, Strictness,
+    TensorLayout,
 };
 use moe_lora_parallel::{Mesh, ParallelBackend};
 
@@ -294,6 +295,26 @@ fn read<B: Backend>(
             wanted.push(layout.shard(place)?);
         }
     }
-    let (loaded, report) = checkpoint.load(&wanted, strictness)?;
-    Ok((Values(loaded), report))
+    let allowed = match (optimizer, strictness) {
+        (None, Strictness::Exact) => Strictness::AllowUnexpected,
+        (None, Strictness::AllowMissing) => Strictness::Partial,
+        _ => strictness,
+    };
+    let (loaded, mut report) = checkpoint.load(&wanted, allowed)?;
+    if optimizer.is_none() {
+        // The state of an optimizer, `{factor}.{optimizer}.{part}`, is left out and not left over.
+        let of = |factor: &Factor<B>, key: &str| {
+            let part = key.strip_prefix(&factor.path).unwrap_or_default();
+            part.starts_with('.') && part[1..].contains('.')
+        };
+        let state = |key: &String| factors.iter().any(|factor| of(factor, key));
+        report.unexpected.retain(|key| !state(key));
+    }
+    match report.is_accepted(strictness) {
+        true => Ok((Values(loaded), report)),
+        false => Err(CheckpointError::Refused {
+            report: Box::new(report),
+        }
+        .into()),
+    }
 }

@@ -244,9 +244,12 @@ pub enum AdapterError {
         /// The full shape.
         expected: Vec<usize>,
     },
+    /// No adapters to train.
+    #[error("there are no adapters to train (call add_adapters first)")]
+    NoAdapters,
     /// Adapters that a backward pass left without gradients.
     #[error(
-        "no gradient reached the adapters of {} (pass what their linears give on to the loss, and tokens to their experts)",
+        "no gradient reached the adapters of {} (pass what their linears give on to the loss, and tokens to their experts; freeze the rest before add_adapters, not after)",
         listed(linears)
     )]
     NoGradient {

@@ -15,12 +15,15 @@ use crate::{AdapterError, TrainedWeight, Weight};
 ///
 /// # Errors
 ///
-/// When adapters got none, with their linears: their output is no part of the loss, the graph was
+/// When there are no adapters. When adapters got none, with their linears: their output is no part of the loss, the graph was
 /// detached, or no token reached this rank's experts. Other ranks may have none of it.
 pub fn check_gradients<B: AutodiffBackend>(
     weights: &[TrainedWeight<'_, B>],
     grads: &GradientsParams,
 ) -> Result<(), AdapterError> {
+    if weights.is_empty() {
+        return Err(AdapterError::NoAdapters);
+    }
     // The factors of an adapter follow each other.
     let adapters = weights.chunk_by(|a, b| a.linear == b.linear);
     let silent = adapters.filter(|factors| !factors.iter().any(|factor| reached(factor, grads)));

@@ -19,7 +19,8 @@
 //!     let (mesh, device) = (Mesh::<B>::new(topology, &rank)?, Default::default());
 //!     let experts = MlpWeights { gate: &w, up: &w, down: &w, biases: None };
 //!     let weights = MoeWeights { router: &router, experts, ..Default::default() };
-//!     let mut layer = MoeConfig::new("mlp", 16, 32, 8, 2).init(weights, &mesh, &device)?;
+//!     let config = MoeConfig::new("model.layers.0.mlp", 16, 32, 8, 2); // its path in files, H, F, experts, top k
+//!     let mut layer = config.init(weights, &mesh, &device)?;
 //!     layer.add_adapters(&Targets::new(["gate_up_proj", "down_proj"]), &LoraConfig::new(4, 8.0), &device)?;
 //!
 //!     let x = Tensor::random([5, 16], Distribution::Default, &device); // this rank's own tokens
@@ -61,7 +62,7 @@ pub use moe_lora_parallel as parallel;
 #[cfg(feature = "train")]
 pub use moe_lora_train as train;
 
-/// What a training loop names.
+/// What a training loop names, and what saves and exports.
 pub mod prelude {
     pub use moe_lora_adapters::{
         Activation, Adaptable, AdapterBackend, AdapterReport, AnyLinear, ColumnLinear, ColumnLora,
@@ -70,16 +71,18 @@ pub mod prelude {
         TokenIds, TrainBackend, TrainedWeight, adapter_norms, check_gradients, clip_gradients,
         gradient_norm, load_adapters, load_checkpoint, save_checkpoint, sync_gradients,
     };
+    pub use moe_lora_checkpoint::{Checkpoint, Strictness};
     pub use moe_lora_experts::{
         ExpertLoad, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
         MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
     };
+    pub use moe_lora_interchange::{ModelConfig, PeftAdapter, PeftLayout};
     pub use moe_lora_kernels::RowGroups;
     #[cfg(feature = "nccl")]
     pub use moe_lora_nccl::{Nccl, NcclConfig};
     pub use moe_lora_parallel::{
-        Collective, Dp, Ep, ExpertDp, ExpertTp, Group, Mesh, MockWorld, Topology, TopologyConfig,
-        Tp, Transport,
+        Collective, Dp, Ep, ExpertDp, ExpertTp, Fanout, Group, Mesh, MockWorld, Partial,
+        Replicated, Sharded, Topology, TopologyConfig, Tp, Transport,
     };
     #[cfg(feature = "train")]
     pub use moe_lora_train::{Adapted, AdapterMetric, Finetune};

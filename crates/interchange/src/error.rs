@@ -17,7 +17,7 @@ pub enum InterchangeError {
     Checkpoint(Box<CheckpointError>),
     /// An adapter in a checkpoint that is not on routed experts.
     #[error(
-        "{linear} is not a projection of routed experts, which is all that adapter files hold (leave its adapter out of the checkpoint)"
+        "{linear} is not a projection of routed experts in a numbered layer, as model.layers.0.mlp.experts.down_proj is, which is all that adapter files hold (name the layer's path so, or leave its adapter out of the checkpoint)"
     )]
     NotExperts {
         /// The linear.

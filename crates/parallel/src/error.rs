@@ -39,7 +39,8 @@ pub enum TopologyError {
     },
     /// An extent that a group does not divide.
     #[error(
-        "{what}={extent} is not divisible by {by}={size} (choose a divisor of {extent} as {by})"
+        "{what}={extent} is not divisible by {by}={size} (choose {})",
+        divisible(what, *extent, by, *size)
     )]
     Indivisible {
         /// The extent's name.
@@ -61,6 +62,14 @@ pub enum TopologyError {
         /// Ranks of the topology.
         topology: usize,
     },
+}
+
+/// What to change. A rank is the user's own, other extents are the model's.
+fn divisible(what: &str, extent: usize, by: &str, size: usize) -> String {
+    match what {
+        "lora rank" => format!("a multiple of {size} as rank"),
+        _ => format!("a divisor of {extent} as {by}"),
+    }
 }
 
 /// A collective that did not complete. Every rank of the group gets one.

@@ -4,19 +4,16 @@ mod model;
 
 use std::path::Path;
 
+use anyhow::Result;
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::Tensor;
-use burn_moe_lora::checkpoint::Checkpoint;
-use burn_moe_lora::interchange::{ModelConfig, PeftAdapter, PeftLayout};
 use burn_moe_lora::prelude::*;
 use model::Model;
 
 type B = Autodiff<Flex>;
-type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
-
 const STEPS: usize = 20;
 
 // ANCHOR: train

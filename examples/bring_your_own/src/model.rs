@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_moe_lora::interchange::ModelConfig;
 use burn_moe_lora::prelude::*;
 
-use crate::Result;
+use anyhow::Result;
 
 // ANCHOR: module
 #[derive(Module, Debug)]
@@ -30,6 +30,7 @@ impl<B: Backend> Adaptable<B> for Model<B> {
 }
 // ANCHOR_END: module
 
+// ANCHOR: load
 impl<B: AdapterBackend> Model<B> {
     /// The model with the values of its file: the same on every rank, of which the MoE blocks keep this
     /// rank's part.
@@ -72,6 +73,7 @@ impl<B: AdapterBackend> Model<B> {
             },
         })
     }
+    // ANCHOR_END: load
 
     // ANCHOR: forward
     /// Logits `[T, vocab]` of tokens `[T]`.

@@ -194,7 +194,7 @@ fn topologies_that_do_not_fit_are_refused() {
     assert_eq!(
         refusal(&["--ep", "1", "--etp", "3"]),
         "model.layers.0.mlp.experts.gate_up_proj: lora rank=8 is not divisible by etp_size=3 \
-         (choose a divisor of 8 as etp_size)"
+         (choose a multiple of 3 as rank)"
     );
     assert_eq!(
         refusal(&["--world", "6", "--ep", "2", "--etp", "2"]),

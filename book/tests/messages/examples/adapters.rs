@@ -125,6 +125,7 @@ fn adapter() -> Vec<AdapterError> {
             found: 48,
             expected: vec![4, 2, 8],
         },
+        AdapterError::NoAdapters,
         AdapterError::NoGradient {
             linears: vec![path()],
         },
