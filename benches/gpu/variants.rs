@@ -69,8 +69,12 @@ impl<B: Cuda> Subject<B> {
         let mut rows = rows.expect("the counts sum to the tokens");
         if let Variant::Named(adapters) = variant {
             let rows_of_slot = TOKENS / EXPERTS / adapters;
-            let of_expert: Vec<Slot> = (0..adapters)
-                .flat_map(|k| std::iter::repeat_n(Slot::named(&name(k)), rows_of_slot))
+            let mut slots: Vec<Slot> = (0..adapters).map(|k| Slot::named(&name(k))).collect();
+            // Rows of an expert lie by slot.
+            slots.sort();
+            let of_expert: Vec<Slot> = slots
+                .into_iter()
+                .flat_map(|slot| std::iter::repeat_n(slot, rows_of_slot))
                 .collect();
             let tokens = TokenIds::new(0, 0..TOKENS as u64).with_slots(of_expert.repeat(EXPERTS));
             rows = rows.with_tokens(tokens);

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use burn::backend::Autodiff;
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorMetadata};
 use burn_autodiff::NodeId;
@@ -207,6 +208,31 @@ impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
         let [base_node, z_node, b_node] = ops.parents;
         let [dz, db] = B::expand_backward(dy.clone(), ops.state, b_node.is_some());
         for (node, gradient) in [(base_node, Some(dy)), (z_node, dz), (b_node, db)] {
+            if let (Some(node), Some(gradient)) = (node, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+/// `y`, where the factors' gradient needs it, and the factors.
+#[derive(Debug)]
+struct ScaleColumnsBackward;
+
+impl<B: GroupedBackend> Backward<B, 2> for ScaleColumnsBackward {
+    type State = (Option<FloatTensor<B>>, FloatTensor<B>, RowGroups);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let (y, factors, rows) = ops.state;
+        let dy = grads.consume::<B>(&ops.node);
+        let of_y = ops.parents[0].is_some();
+        let gradients = B::scale_columns_backward(dy, y, factors, of_y, &rows);
+        for (node, gradient) in ops.parents.into_iter().zip(gradients) {
             if let (Some(node), Some(gradient)) = (node, gradient) {
                 grads.register::<B>(node.id, gradient);
             }
@@ -425,5 +451,52 @@ impl<B: GroupedBackend, C: CheckpointStrategy> GroupedBackend for Autodiff<B, C>
             OpsKind::Tracked(prep) => prep.finish(saved, y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
+    }
+
+    fn scale_columns(
+        y: FloatTensor<Self>,
+        factors: FloatTensor<Self>,
+        rows: &RowGroups,
+    ) -> FloatTensor<Self> {
+        let prepared = ScaleColumnsBackward
+            .prepare::<C>([y.node.clone(), factors.node.clone()])
+            .compute_bound()
+            .stateful();
+        match prepared {
+            OpsKind::Tracked(prep) => {
+                let saved = (
+                    factors.is_tracked().then(|| y.primitive.clone()),
+                    factors.primitive.clone(),
+                    rows.clone(),
+                );
+                prep.finish(
+                    saved,
+                    B::scale_columns(y.primitive, factors.primitive, rows),
+                )
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::scale_columns(y.primitive, factors.primitive, rows))
+            }
+        }
+    }
+
+    fn row_terms(
+        w: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &[RowGroups; 2],
+        wide: DType,
+        compute: Compute,
+    ) -> [FloatTensor<Self>; 3] {
+        B::row_terms(w.primitive, a.primitive, rows, wide, compute).map(Self::from_inner)
+    }
+
+    fn row_norms(
+        terms: [FloatTensor<Self>; 3],
+        b: FloatTensor<Self>,
+        scale: f64,
+        of_zero: f64,
+    ) -> FloatTensor<Self> {
+        let terms = terms.map(|term| term.primitive);
+        Self::from_inner(B::row_norms(terms, b.primitive, scale, of_zero))
     }
 }

@@ -7,7 +7,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
 use crate::low_rank::{self, Expanded, Gradients2, Layout, add_columns, between};
-use crate::{Between, Compute, DropoutMask, RowGroups, dropout, per_expert};
+use crate::{Between, Compute, DropoutMask, RowGroups, columns, dropout, norms, per_expert};
 
 /// The three grouped products of a linear: output, input gradient and weight gradient.
 ///
@@ -120,6 +120,47 @@ pub trait GroupedBackend: Backend {
     /// the output.
     fn expand_backward(dy: FloatTensor<Self>, saved: Expanded<Self>, db: bool) -> Gradients2<Self> {
         low_rank::expand_backward::<Self>(dy, saved, db)
+    }
+
+    /// See [`scale_columns`](crate::scale_columns).
+    fn scale_columns(
+        y: FloatTensor<Self>,
+        factors: FloatTensor<Self>,
+        rows: &RowGroups,
+    ) -> FloatTensor<Self> {
+        columns::scale::<Self>(y, factors, rows)
+    }
+
+    /// Cotangents of `y`, where `of_y` asks for it, and of the factors, where `y` was kept for it.
+    fn scale_columns_backward(
+        dy: FloatTensor<Self>,
+        y: Option<FloatTensor<Self>>,
+        factors: FloatTensor<Self>,
+        of_y: bool,
+        rows: &RowGroups,
+    ) -> Gradients2<Self> {
+        columns::scale_backward::<Self>(dy, y, factors, of_y, rows)
+    }
+
+    /// See [`row_terms`](crate::row_terms): squares, products and gram.
+    fn row_terms(
+        w: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &[RowGroups; 2],
+        wide: DType,
+        compute: Compute,
+    ) -> [FloatTensor<Self>; 3] {
+        norms::terms::<Self>(w, a, rows, wide, compute)
+    }
+
+    /// See [`row_norms`](crate::row_norms): `terms` in the order of [`row_terms`](Self::row_terms).
+    fn row_norms(
+        terms: [FloatTensor<Self>; 3],
+        b: FloatTensor<Self>,
+        scale: f64,
+        of_zero: f64,
+    ) -> FloatTensor<Self> {
+        norms::norms::<Self>(terms, b, scale, of_zero)
     }
 }
 

@@ -7,14 +7,17 @@
 //! ([`product`]). In half precision, where device and extents allow it, blocks are copied while others
 //! are multiplied ([`swizzled`]): [`narrow`] and [`wide`] stand for the first kernel, by which side is
 //! as narrow as the rank, and [`deep`] for the second. The per-expert path's f32 products keep all of
-//! f32's bits ([`exact`]).
+//! f32's bits ([`exact`]). Beside the products stand [`dropout`] by counter, and what DoRA needs: lengths
+//! of rows ([`norms`]) and [`columns`] times factors.
 
 mod activation;
+mod columns;
 mod deep;
 mod dropout;
 mod exact;
 mod launch;
 mod narrow;
+mod norms;
 mod outer;
 mod plan;
 mod product;
@@ -163,5 +166,70 @@ where
         });
         let db = db.then(|| Outer::new(z, dy, columns, &rows).behind(f).run(precision));
         [dz, db]
+    }
+
+    fn scale_columns(
+        y: FloatTensor<Self>,
+        factors: FloatTensor<Self>,
+        rows: &RowGroups,
+    ) -> FloatTensor<Self> {
+        match columns::supported(&y, factors.dtype()) {
+            true => columns::scale(y, factors, rows),
+            false => crate::columns::scale::<Self>(y, factors, rows),
+        }
+    }
+
+    fn scale_columns_backward(
+        dy: FloatTensor<Self>,
+        y: Option<FloatTensor<Self>>,
+        factors: FloatTensor<Self>,
+        of_y: bool,
+        rows: &RowGroups,
+    ) -> Gradients2<Self> {
+        match columns::supported(&dy, factors.dtype()) {
+            true => columns::run(dy, y, factors, of_y, rows),
+            false => crate::columns::scale_backward::<Self>(dy, y, factors, of_y, rows),
+        }
+    }
+
+    fn row_terms(
+        w: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &[RowGroups; 2],
+        wide: DType,
+        compute: Compute,
+    ) -> [FloatTensor<Self>; 3] {
+        let [_, rank, _] = a.shape().dims();
+        let [experts, n, _] = w.shape().dims();
+        let precision = Precision::of(&a, rank, compute);
+        let (Some(precision), DType::F32, true) = (precision, wide, w.dtype() == a.dtype()) else {
+            return crate::norms::terms::<Self>(w, a, rows, wide, compute);
+        };
+        let products = |x, rows| {
+            let x = view::rows(x);
+            let columns = 0..x.shape()[1];
+            let z = Project::new(x, columns, a.clone(), rows).write(Layout::ByToken, precision);
+            burn_cubecl::ops::reshape(z, [experts, rows.rows() / experts, rank].into())
+        };
+        let [of_w, of_a] = rows;
+        debug_assert_eq!(of_w.rows(), experts * n);
+        [
+            norms::squares(w.clone()),
+            products(w, of_w),
+            products(a.clone(), of_a),
+        ]
+    }
+
+    fn row_norms(
+        terms: [FloatTensor<Self>; 3],
+        b: FloatTensor<Self>,
+        scale: f64,
+        of_zero: f64,
+    ) -> FloatTensor<Self> {
+        let read = terms.iter().chain([&b]).all(norms::reads);
+        match read && terms[0].dtype() == DType::F32 {
+            true => norms::norms(terms, b, scale, of_zero),
+            false => crate::norms::norms::<Self>(terms, b, scale, of_zero),
+        }
     }
 }

@@ -38,17 +38,29 @@ impl<B: FusionBackend> Operation<B::FusionRuntime> for Call<B> {
     }
 }
 
+/// Outputs of the type of the first input.
 fn call<B: FusionBackend>(
     name: &'static str,
     inputs: Vec<FusionTensor<B::FusionRuntime>>,
     outputs: &[Shape],
     run: impl Fn(Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> + Send + Sync + 'static,
 ) -> Vec<FusionTensor<B::FusionRuntime>> {
-    let (client, dtype) = (inputs[0].client.clone(), inputs[0].dtype);
+    let dtype = inputs[0].dtype;
+    let outputs: Vec<_> = outputs.iter().map(|shape| (shape.clone(), dtype)).collect();
+    call_for::<B>(name, inputs, &outputs, run)
+}
+
+fn call_for<B: FusionBackend>(
+    name: &'static str,
+    inputs: Vec<FusionTensor<B::FusionRuntime>>,
+    outputs: &[(Shape, DType)],
+    run: impl Fn(Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> + Send + Sync + 'static,
+) -> Vec<FusionTensor<B::FusionRuntime>> {
+    let client = inputs[0].client.clone();
     let streams = OperationStreams::with_inputs(&inputs);
     let outputs: Vec<_> = outputs
         .iter()
-        .map(|shape| TensorIr::uninit(client.create_empty_handle(), shape.clone(), dtype))
+        .map(|(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape.clone(), *dtype))
         .collect();
     let inputs: Vec<_> = inputs.into_iter().map(FusionTensor::into_ir).collect();
     let ir = CustomOpIr::new(name, &inputs, &outputs);
@@ -250,5 +262,91 @@ impl<B: FusionBackend + GroupedBackend> GroupedBackend for Fusion<B> {
             has_b.then(|| outputs.next()).flatten(),
             db.then(|| outputs.next()).flatten(),
         ]
+    }
+
+    fn scale_columns(
+        y: FloatTensor<Self>,
+        factors: FloatTensor<Self>,
+        rows: &RowGroups,
+    ) -> FloatTensor<Self> {
+        let (shape, rows) = (y.shape(), rows.clone());
+        let run = move |inputs| {
+            let [y, factors] = all(inputs);
+            vec![B::scale_columns(y, factors, &rows)]
+        };
+        one(call::<B>("scale_columns", vec![y, factors], &[shape], run))
+    }
+
+    fn scale_columns_backward(
+        dy: FloatTensor<Self>,
+        y: Option<FloatTensor<Self>>,
+        factors: FloatTensor<Self>,
+        of_y: bool,
+        rows: &RowGroups,
+    ) -> Gradients2<Self> {
+        let of_factors = y.is_some();
+        let of = |x: &FloatTensor<Self>| (x.shape(), x.dtype());
+        let d_y = of_y.then(|| of(&dy));
+        let d_factors = of_factors.then(|| of(&factors));
+        let outputs: Vec<_> = d_y.into_iter().chain(d_factors).collect();
+        if outputs.is_empty() {
+            return [None, None];
+        }
+        let inputs = [dy, factors].into_iter().chain(y).collect();
+        let rows = rows.clone();
+        let run = move |inputs: Vec<_>| {
+            let mut inputs = inputs.into_iter();
+            let dy = inputs.next().expect("the gradient is an input");
+            let factors = inputs.next().expect("the factors are an input");
+            let y = inputs.next();
+            let gradients = B::scale_columns_backward(dy, y, factors, of_y, &rows);
+            gradients.into_iter().flatten().collect()
+        };
+        let mut outputs =
+            call_for::<B>("scale_columns_backward", inputs, &outputs, run).into_iter();
+        [
+            of_y.then(|| outputs.next()).flatten(),
+            of_factors.then(|| outputs.next()).flatten(),
+        ]
+    }
+
+    fn row_terms(
+        w: FloatTensor<Self>,
+        a: FloatTensor<Self>,
+        rows: &[RowGroups; 2],
+        wide: DType,
+        compute: Compute,
+    ) -> [FloatTensor<Self>; 3] {
+        let ([experts, n, _], [_, rank, _]) = (w.shape().dims(), a.shape().dims());
+        let of_products = match w.dtype() == a.dtype() {
+            true => a.dtype(),
+            false => wide,
+        };
+        let outputs = [
+            (Shape::from([experts, n, 1]), wide),
+            (Shape::from([experts, n, rank]), of_products),
+            (Shape::from([experts, rank, rank]), of_products),
+        ];
+        let rows = rows.clone();
+        let run = move |inputs| {
+            let [w, a] = all(inputs);
+            B::row_terms(w, a, &rows, wide, compute).into()
+        };
+        all(call_for::<B>("row_terms", vec![w, a], &outputs, run))
+    }
+
+    fn row_norms(
+        terms: [FloatTensor<Self>; 3],
+        b: FloatTensor<Self>,
+        scale: f64,
+        of_zero: f64,
+    ) -> FloatTensor<Self> {
+        let shape = terms[0].shape();
+        let run = move |inputs| {
+            let [squares, products, gram, b] = all(inputs);
+            vec![B::row_norms([squares, products, gram], b, scale, of_zero)]
+        };
+        let inputs = terms.into_iter().chain([b]).collect();
+        one(call::<B>("row_norms", inputs, &[shape], run))
     }
 }

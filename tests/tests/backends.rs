@@ -123,3 +123,15 @@ fn ndarray_gives_the_numbers_of_flex_with_and_without_tokens_on_a_rank() {
 fn ndarray_has_the_bits_of_dropout_s_masks() {
     moe_lora_testkit::dropout_masks::<NdArray>(&Default::default(), DType::F32);
 }
+
+#[test]
+fn lengths_of_rows_and_columns_times_factors_are_those_of_the_host() {
+    use moe_lora_testkit::{row_lengths, scaled_columns};
+    let device = Default::default();
+    for (dtype, limit) in [(DType::F32, 1e-5), (DType::F64, 1e-13), (DType::BF16, 1e-2)] {
+        row_lengths::<Flex>(&device, dtype, limit);
+        scaled_columns::<Flex>(&device, dtype, limit);
+    }
+    row_lengths::<NdArray>(&Default::default(), DType::F32, 1e-5);
+    scaled_columns::<NdArray>(&Default::default(), DType::F32, 1e-5);
+}

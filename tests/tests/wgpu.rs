@@ -11,7 +11,9 @@ use burn_cubecl::cubecl::wgpu::WgpuRuntime;
 use burn_fusion::Fusion;
 use moe_lora_adapters::{Dropout, LoraConfig, Sharing};
 use moe_lora_experts::WeighAt;
-use moe_lora_testkit::{GateUpTargets, Mocked, dropout_masks, kernels};
+use moe_lora_testkit::{
+    GateUpTargets, Mocked, dropout_masks, kernels, row_lengths, scaled_columns,
+};
 use moe_lora_tests::grouped::Kind;
 use moe_lora_tests::moe::{case, place};
 use moe_lora_tests::{grid, grouped, moe};
@@ -43,8 +45,8 @@ fn adapter() -> Option<MutexGuard<'static, ()>> {
 fn grouped_kernels_are_the_products_of_each_expert() {
     let Some(_alone) = adapter() else { return };
     let device = Default::default();
-    kernels::<Plain>(&device, DType::F32, false, 1e-5, 10);
-    kernels::<Fused>(&device, DType::F32, false, 1e-5, 10);
+    kernels::<Plain>(&device, DType::F32, false, 1e-5, 0..10);
+    kernels::<Fused>(&device, DType::F32, false, 1e-5, 0..10);
 }
 
 #[test]
@@ -52,6 +54,16 @@ fn dropout_has_the_bits_of_the_host_s_masks() {
     let Some(_alone) = adapter() else { return };
     dropout_masks::<Plain>(&Default::default(), DType::F32);
     dropout_masks::<Fused>(&Default::default(), DType::F32);
+}
+
+#[test]
+fn lengths_of_rows_and_columns_times_factors_are_those_of_the_host() {
+    let Some(_alone) = adapter() else { return };
+    let device = Default::default();
+    row_lengths::<Plain>(&device, DType::F32, 1e-5);
+    row_lengths::<Fused>(&device, DType::F32, 1e-5);
+    scaled_columns::<Plain>(&device, DType::F32, 1e-5);
+    scaled_columns::<Fused>(&device, DType::F32, 1e-5);
 }
 
 #[test]

@@ -22,7 +22,7 @@
 //! DoRA: Weight-Decomposed Low-Rank Adaptation, arXiv:2402.09353, sections 4.1 and 4.3.
 
 use burn::tensor::{Tensor, TensorData};
-use moe_lora_kernels::{Activation, Between, Compute, Layout, RowGroups, expand, shrink};
+use moe_lora_kernels::{Compute, RowTerms, row_norms, row_terms};
 use moe_lora_parallel::region::{GATHER_FROM, REDUCE_FROM, REDUCE_SCATTER, apply};
 use moe_lora_parallel::{Group, GroupKind};
 
@@ -42,64 +42,53 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
                 self.path()
             )
         });
-        let norms = self.row_norms(base, group);
         // A row of zeros has no direction: it stays zero.
-        let zero = norms.clone().equal_elem(0.0);
-        let factors = magnitude.weight.stacked() / norms.mask_fill(zero, 1.0);
-        factors.squeeze_dim(2)
+        let norms = self.row_norms(base, group, 1.0);
+        (magnitude.weight.stacked() / norms).squeeze_dim(2)
     }
 
     /// Starts the magnitudes at the row norms, where there are none yet.
     pub(crate) fn start_magnitude(&mut self, base: Tensor<B, 3>, group: &Group<B, G>) {
         if self.config().dora && self.magnitude.is_none() {
-            let norms = self.row_norms(base, group);
+            let norms = self.row_norms(base, group, 0.0);
             self.set_magnitude(norms);
         }
     }
 
-    /// The norms of the rows of `W + s B A` that the rank has in its `B`, `[E, d_out / P, 1]`. In
-    /// f32, or in f64 for factors of f64, and outside of the graph.
-    fn row_norms(&self, base: Tensor<B, 3>, group: &Group<B, G>) -> Tensor<B, 3> {
-        let dtype = self.magnitude_dtype();
+    /// The norms of the rows of `W + s B A` that the rank has in its `B`, `[E, d_out / P, 1]`, with
+    /// `of_zero` for those that are zero. In f32, or in f64 for factors of f64, and outside of the graph.
+    ///
+    /// `M` and `G` are products of what `W` and `A` are in, where both are in the same type.
+    fn row_norms(&self, base: Tensor<B, 3>, group: &Group<B, G>, of_zero: f64) -> Tensor<B, 3> {
+        let wide = self.magnitude_dtype();
         let (scale, rank) = (self.config().scale(), self.config().rank);
-        let base = base.cast(dtype);
         let [experts, rows, _] = base.dims();
         let of_every_expert = |factor: Tensor<B, 3>| match factor.dims()[0] == experts {
-            true => factor.cast(dtype),
-            false => factor.cast(dtype).repeat_dim(0, experts),
+            true => factor,
+            false => factor.repeat_dim(0, experts),
         };
         let a = of_every_expert(match P::AXIS {
             ShardAxis::Out => self.a.gather(group),
             ShardAxis::In | ShardAxis::Whole => self.a.weight.untracked(),
         });
         let b = of_every_expert(self.b.weight.untracked());
-        let products = self.products(base.clone(), a.clone());
-        let squares = base.powi_scalar(2).sum_dim(2);
-        let mut terms = Tensor::cat(vec![products, squares], 2);
-        let mut gram = self.products(a.clone(), a);
-        if P::AXIS == ShardAxis::In {
-            let sizes = vec![rows / group.size(); group.size()].into();
-            terms = apply(terms, REDUCE_SCATTER, group, 1, &sizes);
-            gram = apply(gram, REDUCE_FROM, group, 0, &[].into());
-        }
-        let (products, squares) = (terms.clone().narrow(2, 0, rank), terms.narrow(2, rank, 1));
-        let inner = products.mul_scalar(2.0 * scale)
-            + self.products(b.clone(), gram).mul_scalar(scale * scale);
-        let norms = squares + (b * inner).sum_dim(2);
-        norms.clamp_min(0.0).sqrt()
-    }
-
-    /// `x_e w_e^T`, `[E, m, k]` and `[E, n, k]` to `[E, m, n]`.
-    fn products(&self, x: Tensor<B, 3>, w: Tensor<B, 3>) -> Tensor<B, 3> {
-        let ([experts, m, k], [_, n, _]) = (x.dims(), w.dims());
-        let rows = RowGroups::new(&vec![m; experts], experts * m).expect("m rows an expert");
         // Norms decide every output: not in TF32, whatever the adapter's own products are in.
         let compute = Compute {
             tf32: false,
             ..self.config().compute
         };
-        let x = x.reshape([experts * m, k]);
-        shrink(x, w, &rows, Layout::ByToken, compute).reshape([experts, m, n])
+        let mut terms = row_terms(base, a, self.norm_rows(experts, rows), wide, compute);
+        if P::AXIS == ShardAxis::In && group.size() > 1 {
+            let sizes = vec![rows / group.size(); group.size()].into();
+            let sums = Tensor::cat(vec![terms.products.cast(wide), terms.squares], 2);
+            let sums = apply(sums, REDUCE_SCATTER, group, 1, &sizes);
+            terms = RowTerms {
+                squares: sums.clone().narrow(2, rank, 1),
+                products: sums.narrow(2, 0, rank),
+                gram: apply(terms.gram.cast(wide), REDUCE_FROM, group, 0, &[].into()),
+            };
+        }
+        row_norms(terms, b, scale, of_zero)
     }
 
     /// The merged weight of the local `W + s B A [E, d_out, d_in]`: its rows at the lengths `m`,
@@ -133,26 +122,4 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Lora<B, G, P> {
         let place = (&sum.device(), sum.dtype());
         sum * Tensor::from_data(factors, place)
     }
-}
-
-/// `y [T, n]` with each row multiplied by the factors `[E, n]` of its expert, rounded once.
-pub(crate) fn scale_columns<B: AdapterBackend>(
-    y: Tensor<B, 2>,
-    factors: Tensor<B, 2>,
-    rows: &RowGroups,
-) -> Tensor<B, 2> {
-    let (dtype, wide) = (y.dtype(), factors.dtype());
-    let factors = match factors.dims()[0] {
-        1 => factors,
-        _ => {
-            let one = Tensor::ones([y.dims()[0], 1], (&y.device(), wide));
-            let between = Between {
-                activation: Activation::Identity,
-                scale: 1.0,
-            };
-            let compute = Compute::default();
-            expand(one, factors.unsqueeze_dim(2), between, rows, compute)
-        }
-    };
-    (y.cast(wide) * factors).cast(dtype)
 }

@@ -7,14 +7,13 @@ use std::ops::Range;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
-use moe_lora_kernels::RowGroups;
+use moe_lora_kernels::{RowGroups, scale_columns};
 use moe_lora_parallel::region::columns;
 use moe_lora_parallel::state::{IsFanout, IsReplicated, IsSharded};
 use moe_lora_parallel::{
     Features, Group, GroupKind, ParallelBackend, Partial, Replicated, Sharded, Tokens,
 };
 
-use crate::dora::scale_columns;
 use crate::lora::size_name;
 use crate::pissa::check_base;
 use crate::stack::Stack;
@@ -343,13 +342,13 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         for at in 0..self.adapters.len() {
             // The rows of the weight are the columns of the output.
             let rows = self.columns(self.adapters[at].path());
-            let base = base.clone().slice_dim(1, rows);
+            let base = output_rows(base.clone(), rows);
             self.adapters[at].start_magnitude(base, group);
         }
         for at in 0..self.named.len() {
             let rows = self.columns(self.named[at].path());
             for named in &mut self.named[at].adapters {
-                let base = base.clone().slice_dim(1, rows.clone());
+                let base = output_rows(base.clone(), rows.clone());
                 named.lora.start_magnitude(base, group);
             }
         }
@@ -370,12 +369,18 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         group: &Group<B, G>,
         rows: &RowGroups,
     ) -> Vec<(Tensor<B, 2>, RowGroups)> {
-        let whole = self.whole_factors(group);
-        let mut factors: Vec<_> = whole.map(|of| (of, rows.clone())).into_iter().collect();
+        let whole = self.whole_factors(group).map(|factors| {
+            // Groups mean nothing to a base without experts.
+            let rows = match factors.dims()[0] {
+                1 => RowGroups::whole(rows.all_rows()),
+                _ => rows.clone(),
+            };
+            (factors, rows)
+        });
+        let mut factors: Vec<_> = whole.into_iter().collect();
         for set in &self.named {
             let columns = self.columns(set.path());
-            let base = self.weight.weight.untracked();
-            let base = base.slice_dim(1, columns.clone());
+            let base = output_rows(self.weight.weight.untracked(), columns.clone());
             let Some(stack) = Stack::of(set, rows) else {
                 continue;
             };
@@ -407,15 +412,26 @@ impl<B: AdapterBackend, G: GroupKind, P: Placement> Linear<B, G, P> {
         };
         let [experts, rows, _] = base.dims();
         let width = rows / paths.len();
-        let parts = paths.iter().enumerate().map(|(part, path)| {
-            let base = base.clone().narrow(1, part * width, width);
+        let mut parts = paths.iter().enumerate().map(|(part, path)| {
+            let base = output_rows(base.clone(), part * width..(part + 1) * width);
             let dora = |lora: &&Lora<B, G, P>| lora.path() == path && lora.config().dora;
             match self.adapters.iter().find(dora) {
                 Some(lora) => lora.row_factors(base, group).cast(dtype),
                 None => Tensor::ones([experts, width], (&base.device(), dtype)),
             }
         });
+        if paths.len() == 1 {
+            return parts.next();
+        }
         Some(Tensor::cat(parts.collect(), 1))
+    }
+}
+
+/// Rows of a weight `[E, d_out, d_in]`, of which all are the weight itself rather than a copy.
+fn output_rows<B: Backend>(weight: Tensor<B, 3>, rows: Range<usize>) -> Tensor<B, 3> {
+    match rows == (0..weight.dims()[1]) {
+        true => weight,
+        false => weight.slice_dim(1, rows),
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::Backend;
@@ -48,6 +49,9 @@ pub struct Lora<B: Backend, G: GroupKind, P: Placement> {
     /// Row groups of an expert: one, or one for each of several stacked adapters.
     #[module(skip)]
     groups: usize,
+    /// The rows of the base's weight and those of `A`, by expert: DoRA's products are of these.
+    #[module(skip)]
+    norm_rows: OnceLock<[RowGroups; 2]>,
     #[module(skip)]
     place: PhantomData<(G, P)>,
 }
@@ -164,6 +168,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             config: *config,
             first_expert: base.experts.as_ref().map(|experts| experts.start),
             groups: 1,
+            norm_rows: OnceLock::new(),
             place: PhantomData,
         })
     }
@@ -223,6 +228,7 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             config,
             first_expert: self.first_expert,
             groups: 1,
+            norm_rows: OnceLock::new(),
             place: PhantomData,
         }
     }
@@ -251,6 +257,17 @@ impl<B: Backend, G: GroupKind, P: Placement> Lora<B, G, P> {
             (None, Some(_)) => rows.merged(),
             (None, None) => RowGroups::whole(all),
         }
+    }
+
+    /// `rows` rows of the base's weight, and those of `A`, by expert. Kept, so that kernels have them on the
+    /// device.
+    pub(crate) fn norm_rows(&self, experts: usize, rows: usize) -> &[RowGroups; 2] {
+        self.norm_rows.get_or_init(|| {
+            [rows, self.config.rank].map(|rows| {
+                let groups = RowGroups::new(&vec![rows; experts], experts * rows);
+                groups.expect("as many rows an expert")
+            })
+        })
     }
 
     /// Rows by expert of rows by group.

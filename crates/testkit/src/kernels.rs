@@ -1,6 +1,8 @@
 //! One suite for the grouped products of every backend: values and gradients against `f64` matmuls
 //! of each expert on the CPU.
 
+use std::ops::Range;
+
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
@@ -137,13 +139,13 @@ fn matrix<B: Backend>(x: Tensor<B, 2>) -> Matrix {
     }
 }
 
-/// Runs `cases` shapes on the grouped kernels of `B`: ten have all extents and all row counts, seventy
-/// every combination. The error, relative to the largest magnitude, is at most `limit`.
+/// Runs `cases`, by number, on the grouped kernels of `B`: ten in a row have all extents and all row
+/// counts, seventy every combination. The error, relative to the largest magnitude, is at most `limit`.
 ///
 /// # Panics
 ///
 /// When a result is off, or when the backend has no such kernels.
-pub fn kernels<B>(device: &B::Device, dtype: DType, tf32: bool, limit: f64, cases: usize)
+pub fn kernels<B>(device: &B::Device, dtype: DType, tf32: bool, limit: f64, cases: Range<usize>)
 where
     B: Backend + GroupedBackend,
 {
@@ -155,7 +157,7 @@ where
         strategy: Strategy::PerExpert,
         tf32: false,
     };
-    for index in 0..cases {
+    for index in cases {
         // The numbers of both have no common divisor: in so many steps every pair comes once.
         let (counts, padding) = &COUNTS[index % COUNTS.len()];
         let extents = EXTENTS[index % EXTENTS.len()];

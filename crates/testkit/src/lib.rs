@@ -8,6 +8,7 @@
 //! [`MockWorld`]: moe_lora_parallel::MockWorld
 
 mod conformance;
+mod dora;
 mod dropout;
 mod factors;
 mod kernels;
@@ -21,6 +22,7 @@ mod shard;
 mod tolerance;
 
 pub use conformance::{Body, Host, conformance};
+pub use dora::{row_lengths, scaled_columns};
 pub use dropout::dropout_masks;
 pub use factors::{factors, gradient, load_start, synced_gradient};
 pub use kernels::kernels;

@@ -77,7 +77,7 @@ impl Precision {
     }
 }
 
-fn storage(dtype: DType) -> Option<StorageType> {
+pub(crate) fn storage(dtype: DType) -> Option<StorageType> {
     let kind = match dtype {
         DType::F32 => FloatKind::F32,
         DType::F16 => FloatKind::F16,

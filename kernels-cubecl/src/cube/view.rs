@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::cubecl::prelude::ArrayArg;
 use burn_cubecl::cubecl::server::Handle;
+use burn_cubecl::cubecl::zspace::metadata::Metadata;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 
@@ -40,6 +41,21 @@ pub(crate) fn tight<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
         Layout::ByFeature => column == rows,
     };
     if gapless { x } else { into_contiguous(x) }
+}
+
+/// The rows of a stack `[E, n, k]` as one matrix, in its own buffer where the experts lie one behind the
+/// other. burn copies where rows are padded.
+pub(crate) fn rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let [experts, n, k] = x.meta.shape().dims();
+    let (expert, row, column) = {
+        let strides = x.meta.strides();
+        (strides[0], strides[1], strides[2])
+    };
+    let behind = (expert == n * row || experts == 1) && (column == 1 || k == 1) && row >= k;
+    let mut x = if behind { x } else { into_contiguous(x) };
+    let row = if behind { row } else { k };
+    *x.meta = Metadata::new([experts * n, k], &[row, 1]);
+    x
 }
 
 fn strides<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
