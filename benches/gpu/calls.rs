@@ -112,7 +112,7 @@ impl<B: Cuda> Calls<B> {
         match &self.adapter {
             Adapter::Row(lora) => lora
                 .add_to(group.partial(base), group.shard(x), rows)
-                .into_tensor(),
+                .into_term(),
             Adapter::Column(lora) => {
                 let columns = 0..base.dims()[1];
                 lora.add_to(group.shard(base), columns, group.fanout(x), rows)

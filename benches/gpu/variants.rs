@@ -100,7 +100,7 @@ impl<B: Cuda> Subject<B> {
         match &self.linear {
             AnyPlacement::Row(linear) => {
                 let y = linear.forward_suppressed(group.shard(x), rows);
-                y.into_tensor()
+                y.into_term()
             }
             AnyPlacement::Column(linear) => linear.forward(group.fanout(x), rows).into_tensor(),
         }

@@ -117,7 +117,7 @@ fn an_adapter_in_a_group_of_one_copies_no_activation() {
                 &counts,
                 |lora: &RowLora<B, ExpertTp>, x, rows| {
                     let delta = lora.forward(Group::solo().shard(x), rows);
-                    delta.embed().into_tensor()
+                    delta.embed().into_term()
                 },
             )
         };

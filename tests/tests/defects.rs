@@ -146,7 +146,7 @@ fn fc2_delta_arrives_as_one_rank_term_each_and_combine_sums_them() {
         let group = mesh.expert_tp();
         let y = fc2(group).forward_suppressed(group.shard(fc2_input(group)), &tokens(1));
         (
-            numbers(y.clone().into_tensor()),
+            numbers(y.clone().into_term()),
             numbers(y.reduce_from().into_tensor()),
         )
     });
@@ -163,7 +163,7 @@ fn fc2_partial_into_b_and_gathered_on_every_rank_is_twice_the_concatenated_parti
         let group = mesh.expert_tp();
         let lora = &fc2(group).adapters[0];
         let partial = lora.a.forward(group.shard(fc2_input(group)), &tokens(1));
-        let partial = partial.into_tensor();
+        let partial = partial.into_term();
         let delta = lora.b.forward(group.fanout(partial.clone()), &tokens(1));
         let sizes = [2, 2][..].into();
         let gathered = apply(delta.into_tensor(), GATHER_FROM, group, 1, &sizes);
@@ -837,9 +837,7 @@ fn all_calls(
             adapted,
             counts,
             |linear: &RowLinear<_, _>, x, rows| {
-                linear
-                    .forward_suppressed(group.shard(x), rows)
-                    .into_tensor()
+                linear.forward_suppressed(group.shard(x), rows).into_term()
             },
         ),
         calls_of(
@@ -937,7 +935,7 @@ fn a_dense_linear_without_rows_issues_its_calls_and_has_zero_gradients() {
             let (fc1, fc2) = mlp_linears(group, 2);
             let x = noise_matrix(5, rows, 4).require_grad();
             let h = fc1.forward(group.fanout(x.clone()), &tokens(rows));
-            let y = fc2.forward_suppressed(h, &tokens(rows)).into_tensor();
+            let y = fc2.forward_suppressed(h, &tokens(rows)).into_term();
             let there = take();
             let grads = y.sum().backward();
             assert_eq!(x.grad(&grads).unwrap().dims(), [rows, 4]);
@@ -986,7 +984,7 @@ fn expert_adapters_call_the_expert_group_where_it_differs_from_the_dense_one() {
             let x = Matrix::from_data(TensorData::new(noise_of(8, 3, D_IN), [3, D_IN]), &device);
             let h = ColumnLinear::forward(&fc1, group.fanout(x), &rows);
             let h = group.shard(h.into_tensor().narrow(1, 0, D_IN / 2));
-            let y = fc2.forward_suppressed(h, &rows).into_tensor();
+            let y = fc2.forward_suppressed(h, &rows).into_term();
             y.sum().backward();
             take()
         };
@@ -996,7 +994,7 @@ fn expert_adapters_call_the_expert_group_where_it_differs_from_the_dense_one() {
             let x = group.fanout(noise_matrix(9, 3, 4));
             let h = fc1.forward(x, &tokens(3));
             fc2.forward_suppressed(h, &tokens(3))
-                .into_tensor()
+                .into_term()
                 .sum()
                 .backward();
             take()
@@ -1034,7 +1032,7 @@ fn without_expert_tensor_parallelism_an_adapter_sums_nothing_and_is_exact() {
         let rows = RowGroups::new(&[3], 3).unwrap();
         let y = linear
             .forward_suppressed(group.shard(x.clone()), &rows)
-            .into_tensor();
+            .into_term();
         let merged = linear.merged_weight(group).unwrap().squeeze_dim::<2>(0);
         let base = linear.weight.weight.stacked().squeeze_dim::<2>(0);
         let expected = x.clone().matmul(merged.transpose());

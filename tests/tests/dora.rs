@@ -304,7 +304,7 @@ fn a_row_cut_in_two_has_the_norm_of_the_whole_and_a_fresh_adapter_the_output_of_
             let x = shard(&x, Axis::Columns, group.rank(), 2).tensor(DType::F32);
             let term = |fc: &RowLinear<Ad, ExpertTp>| {
                 let y = fc.forward_suppressed(group.shard(x.clone()), &RowGroups::whole(1));
-                Matrix::read(y.into_tensor())
+                Matrix::read(y.into_term())
             };
             let base = term(&fc);
             let config = LoraConfig::new(2, 2.0).with_dora(true);

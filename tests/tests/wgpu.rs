@@ -91,10 +91,12 @@ fn layers_with_named_adapters_are_exact() {
 fn expert_linears_are_exact() {
     let Some(_alone) = adapter() else { return };
     for kind in [Kind::Column, Kind::Row] {
-        let config = LoraConfig::new(grouped::RANK, grouped::ALPHA);
-        let case = grouped::Case::new(kind, config, &[5, 0, 3]);
-        let found = case.found::<Autodiff<Plain>>(&Mocked, 2);
-        grouped::check(&case.name(2), DType::F32, &found, &case.expected());
+        for dora in [false, true] {
+            let config = LoraConfig::new(grouped::RANK, grouped::ALPHA).with_dora(dora);
+            let case = grouped::Case::new(kind, config, &[5, 0, 3]);
+            let found = case.found::<Autodiff<Plain>>(&Mocked, 2);
+            grouped::check(&case.name(2), DType::F32, &found, &case.expected());
+        }
     }
 }
 

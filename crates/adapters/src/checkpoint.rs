@@ -245,7 +245,7 @@ fn check_optimizer<B: Backend>(
 ) -> Result<(), ResumeError> {
     if matches!(
         strictness,
-        Strictness::AllowUnexpected | Strictness::Partial
+        Strictness::AllowUnexpected | Strictness::AllowBoth
     ) {
         return Ok(());
     }
@@ -297,7 +297,7 @@ fn read<B: Backend>(
     }
     let allowed = match (optimizer, strictness) {
         (None, Strictness::Exact) => Strictness::AllowUnexpected,
-        (None, Strictness::AllowMissing) => Strictness::Partial,
+        (None, Strictness::AllowMissing) => Strictness::AllowBoth,
         _ => strictness,
     };
     let (loaded, mut report) = checkpoint.load(&wanted, allowed)?;

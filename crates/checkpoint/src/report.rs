@@ -14,7 +14,7 @@ pub enum Strictness {
     /// Stored tensors that are not wanted.
     AllowUnexpected,
     /// Both.
-    Partial,
+    AllowBoth,
 }
 
 /// What became of each tensor.
@@ -56,8 +56,8 @@ impl LoadReport {
     /// Whether a load of this outcome is accepted.
     pub fn is_accepted(&self, strictness: Strictness) -> bool {
         use Strictness::*;
-        let missing = matches!(strictness, AllowMissing | Partial);
-        let unexpected = matches!(strictness, AllowUnexpected | Partial);
+        let missing = matches!(strictness, AllowMissing | AllowBoth);
+        let unexpected = matches!(strictness, AllowUnexpected | AllowBoth);
         self.mismatched.is_empty()
             && (missing || self.missing.is_empty())
             && (unexpected || self.unexpected.is_empty())
@@ -184,7 +184,7 @@ mod tests {
             (Exact, [false, false]),
             (AllowMissing, [true, false]),
             (AllowUnexpected, [false, true]),
-            (Partial, [true, true]),
+            (AllowBoth, [true, true]),
         ] {
             let found = [&missing, &unexpected].map(|report| report.is_accepted(strictness));
             assert_eq!(found, accepted, "{strictness:?}");

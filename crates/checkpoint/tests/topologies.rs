@@ -135,11 +135,11 @@ fn a_load_reports_what_it_did() {
     missing 1: "mlp.experts.gate_up_proj.lora_a" (did you mean "mlp.experts.gate_up_proj.lora_A"?)
     unexpected 1: "mlp.experts.gate_up_proj.lora_A" (choose another checkpoint or strictness)
     "#);
-    let (loaded, report) = checkpoint.load(&wanted, Strictness::Partial).unwrap();
+    let (loaded, report) = checkpoint.load(&wanted, Strictness::AllowBoth).unwrap();
     assert_eq!((loaded.len(), report.missing.len()), (3, 1));
 
     let other = ShardedTensor::whole(TIME, Dtype::I32, [1]);
-    insta::assert_snapshot!(message(&[other], Strictness::Partial), @r#"
+    insta::assert_snapshot!(message(&[other], Strictness::AllowBoth), @r#"
     nothing was loaded: applied 0
     unexpected 3: "mlp.experts.gate_up_proj.lora_A", "mlp.experts.gate_up_proj.lora_B", "mlp.experts.gate_up_proj.lora_B.adamw.moment_1"
     mismatched 1: "mlp.experts.gate_up_proj.lora_B.adamw.time" has I64 [], expected I32 [1] (choose another checkpoint or strictness)
@@ -170,7 +170,9 @@ fn another_dtype_of_the_same_shape_is_a_mismatch() {
     save(folder.path(), GroupSizes::new(1, 1), &[layout], 1);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let other = ShardedTensor::whole("w", Dtype::I32, [2, 3]);
-    let error = checkpoint.load(&[other], Strictness::Partial).unwrap_err();
+    let error = checkpoint
+        .load(&[other], Strictness::AllowBoth)
+        .unwrap_err();
     let CheckpointError::Refused { report } = error else {
         panic!("{error}")
     };
@@ -187,7 +189,7 @@ fn a_tensor_wanted_twice_is_refused() {
     let wanted = layout.whole();
     save(folder.path(), GroupSizes::new(1, 1), &[layout], 1);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let error = checkpoint.load(&[wanted.clone(), wanted], Strictness::Partial);
+    let error = checkpoint.load(&[wanted.clone(), wanted], Strictness::AllowBoth);
     let error = error.unwrap_err();
     assert!(
         matches!(&error, CheckpointError::DuplicateKey { key } if key == "w"),

@@ -232,7 +232,7 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
         add: impl FnOnce(Tensor<B, 2>, Range<usize>) -> Tensor<B, 2>,
     ) -> Self {
         let group = self.group.clone();
-        let base = self.into_tensor();
+        let base = self.into_term();
         assert_eq!(
             width * group.size(),
             base.dims()[1],
@@ -245,13 +245,13 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
     /// Partial -> [`Replicated`]. Forward: all-reduce. Backward: none.
     pub fn reduce_from(self) -> Replicated<B, G> {
         let group = self.group.clone();
-        group.replicated(whole(self.into_tensor(), REDUCE_FROM, &group))
+        group.replicated(whole(self.into_term(), REDUCE_FROM, &group))
     }
 
     /// Partial -> [`Fanout`]. Forward: all-reduce. Backward: all-reduce.
     pub fn reduce_fanout(self) -> Fanout<B, G> {
         let group = self.group.clone();
-        group.fanout(whole(self.into_tensor(), REDUCE_FANOUT, &group))
+        group.fanout(whole(self.into_term(), REDUCE_FANOUT, &group))
     }
 
     /// Partial -> [`Sharded`]. Forward: reduce-scatter. Backward: all-gather.
@@ -261,7 +261,7 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
     /// When `sizes` has not one entry a rank or does not sum to the axis' extent.
     pub fn reduce_scatter<A: Axis>(self, sizes: &[usize]) -> Sharded<B, G, A> {
         let group = self.group.clone();
-        let tensor = self.into_tensor();
+        let tensor = self.into_term();
         let tensor = apply(tensor, REDUCE_SCATTER, &group, A::DIM, &sizes.into());
         group.shard_uneven(tensor, sizes)
     }
@@ -270,11 +270,11 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
     /// the sum. A bias or an activation here would be counted once a rank.
     pub fn map_linear(self, f: impl FnOnce(Tensor<B, 2>) -> Tensor<B, 2>) -> Self {
         let group = self.group.clone();
-        group.partial(f(self.into_tensor()))
+        group.partial(f(self.into_term()))
     }
 
-    /// This rank's term, with its zeros.
-    pub fn into_tensor(self) -> Tensor<B, 2> {
+    /// This rank's own term, with its zeros: what nobody but the sum over the ranks may read.
+    pub fn into_term(self) -> Tensor<B, 2> {
         match self.term {
             Term::Whole(tensor) => tensor,
             Term::Embedded(tensor, sizes) => apply(tensor, EMBED, &self.group, 1, &sizes),

@@ -572,22 +572,22 @@ trait Held {
 }
 
 macro_rules! held {
-    ($($state:ident: $type:ty),*) => {$(
+    ($($state:ident: $type:ty, $take_out:ident);*) => {$(
         impl Held for $type {
             const STATE: StateName = StateName::$state;
             fn held(self) -> Matrix {
-                self.into_tensor()
+                self.$take_out()
             }
         }
     )*};
 }
 
 held!(
-    Replicated: Replicated<Ad, ExpertTp>,
-    Fanout: Fanout<Ad, ExpertTp>,
-    Partial: Partial<Ad, ExpertTp>,
-    Sharded: Sharded<Ad, ExpertTp, Tokens>,
-    Sharded: Sharded<Ad, ExpertTp, Features>
+    Replicated: Replicated<Ad, ExpertTp>, into_tensor;
+    Fanout: Fanout<Ad, ExpertTp>, into_tensor;
+    Partial: Partial<Ad, ExpertTp>, into_term;
+    Sharded: Sharded<Ad, ExpertTp, Tokens>, into_tensor;
+    Sharded: Sharded<Ad, ExpertTp, Features>, into_tensor
 );
 
 fn between<F: Held, T: Held>(row: Transition, from: F, method: impl FnOnce(F) -> T) -> Matrix {
@@ -754,20 +754,20 @@ fn a_partial_plus_an_embedded_shard_is_the_sum_with_the_zeros_written_down() {
             assert_eq!(calls.len(), 0);
         }
         let base_first = add_on_ranks(ranks, rows, |group, base, shard| {
-            (group.partial(base) + group.shard(shard).embed()).into_tensor()
+            (group.partial(base) + group.shard(shard).embed()).into_term()
         });
         assert_eq!(base_first, plain, "{ranks} ranks, {rows} rows");
         let shard_first = add_on_ranks(ranks, rows, |group, base, shard| {
-            (group.shard(shard).embed() + group.partial(base)).into_tensor()
+            (group.shard(shard).embed() + group.partial(base)).into_term()
         });
         assert_eq!(shard_first, plain, "{ranks} ranks, {rows} rows");
         let written_down = add_on_ranks(ranks, rows, |group, base, shard| {
-            base + group.shard(shard).embed().into_tensor()
+            base + group.shard(shard).embed().into_term()
         });
         assert_eq!(written_down, plain, "{ranks} ranks, {rows} rows");
         let two_shards = add_on_ranks(ranks, rows, |group, base, shard| {
             let times = |x: Matrix, factor: f64| group.shard(x * factor).embed();
-            (group.partial(base) + (times(shard.clone(), 2.0) + times(shard, -1.0))).into_tensor()
+            (group.partial(base) + (times(shard.clone(), 2.0) + times(shard, -1.0))).into_term()
         });
         assert_eq!(two_shards, plain, "{ranks} ranks, {rows} rows");
     }
