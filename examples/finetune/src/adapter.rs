@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::adapters::{
-    Activation, Adaptable, AdapterBackend, Lora, LoraConfig, Placement, Sharing, Targets,
+    Activation, Adaptable, AdapterBackend, Dropout, Lora, LoraConfig, Placement, Sharing, Targets,
     stored_adapters,
 };
 use burn_moe_lora::checkpoint::Checkpoint;
@@ -29,7 +29,12 @@ pub enum AdapterPlan {
         targets: Targets,
     },
     /// Those of a file.
-    Given(PeftAdapter),
+    Given {
+        /// The file's.
+        adapter: PeftAdapter,
+        /// Dropout and the seed of its masks, which no file has.
+        dropout: Option<(Dropout, u64)>,
+    },
     /// Those of a checkpoint, by linear; their values are loaded later.
     Stored(BTreeMap<String, LoraConfig>),
 }
@@ -52,12 +57,31 @@ impl AdapterPlan {
         Ok(Self::Stored(adapters))
     }
 
+    /// The adapters of PEFT files.
+    pub fn given(adapter: PeftAdapter) -> Self {
+        Self::Given {
+            adapter,
+            dropout: None,
+        }
+    }
+
+    /// The same adapters with dropout in training.
+    pub fn with_dropout(mut self, drop: Dropout, seed: u64) -> Self {
+        let put = |config: &mut LoraConfig| *config = config.with_dropout(drop).with_seed(seed);
+        match &mut self {
+            Self::New { config, .. } => put(config),
+            Self::Given { dropout, .. } => *dropout = Some((drop, seed)),
+            Self::Stored(adapters) => adapters.values_mut().for_each(put),
+        }
+        self
+    }
+
     /// Rank and alpha of the adapters, each combination once.
     pub fn ranks(&self) -> Vec<(usize, f64)> {
         let mut ranks = Vec::new();
         match self {
             Self::New { config, .. } => ranks.push((config.rank, config.alpha)),
-            Self::Given(adapter) => {
+            Self::Given { adapter, .. } => {
                 let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
                 for rank in pairs.map(|(_, pair)| (pair.rank(), pair.alpha)) {
                     if !ranks.contains(&rank) {
@@ -109,7 +133,12 @@ impl AdapterPlan {
                     linear.adapt(path, config, device)?;
                 }
             }
-            Self::Given(adapter) => {
+            Self::Given { adapter, dropout } => {
+                let common = LoraConfig::new(1, 1.0).with_rslora(adapter.rslora);
+                let common = match *dropout {
+                    Some((dropout, seed)) => common.with_dropout(dropout).with_seed(seed),
+                    None => common,
+                };
                 for (&number, factors) in &adapter.layers {
                     let index = blocks.numbers.iter().position(|known| *known == number);
                     let index = index.with_context(|| {
@@ -120,7 +149,7 @@ impl AdapterPlan {
                     let experts = local.map_or(1, |local| local.len() * mesh.ep().size());
                     let sharing =
                         |name: &str, pair: &FactorPair| sharing(number, name, pair, experts);
-                    load_layer(layer, factors, sharing, adapter.rslora, device)?;
+                    load_layer(layer, factors, sharing, common, device)?;
                 }
             }
         }
@@ -243,14 +272,17 @@ fn load_layer<B: Backend>(
     layer: &mut MoeLayer<B>,
     factors: &ExpertAdapter,
     sharing: impl Fn(&str, &FactorPair) -> Result<Sharing>,
-    rslora: bool,
+    common: LoraConfig,
     device: &B::Device,
 ) -> Result<()> {
     let config = |name: &str, pair: &FactorPair| -> Result<LoraConfig> {
-        Ok(LoraConfig::new(pair.rank(), pair.alpha)
-            .with_rslora(rslora)
-            .with_sharing(sharing(name, pair)?)
-            .with_dora(pair.magnitude.is_some()))
+        Ok(LoraConfig {
+            rank: pair.rank(),
+            alpha: pair.alpha,
+            sharing: sharing(name, pair)?,
+            dora: pair.magnitude.is_some(),
+            ..common
+        })
     };
     let mlp = &mut layer.experts;
     let path = |linear: &[&str], name: &str| {

@@ -128,7 +128,19 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = OptimizerKind::Adamw)]
     pub optimizer: OptimizerKind,
 
-    /// Seed of the adapters' start and of the batches
+    /// LoRA+: how many times as fast as A the factor B learns
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive_real, allow_negative_numbers = true)]
+    pub lora_plus: f64,
+
+    /// Scale gradients down to this norm over all adapters [default: not scaled]
+    #[arg(long, value_name = "X", value_parser = positive_real, allow_negative_numbers = true)]
+    pub max_norm: Option<f64>,
+
+    /// Probability that an element of an adapter's input is dropped in training [default: none is]
+    #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
+    pub dropout: Option<f64>,
+
+    /// Seed of the adapters' start, of the batches and of dropout
     #[arg(
         long,
         value_name = "N",
@@ -164,12 +176,21 @@ pub struct Args {
     pub save_every: Option<usize>,
 
     /// Continue from the checkpoint in this directory up to --steps, at any topology; give the other flags as before
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "dora", "shared_outer"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "rslora", "pissa", "dora", "shared_outer"])]
     pub resume: Option<PathBuf>,
 
     /// Give the gate and the up projection an adapter each instead of one that shares its A
     #[arg(long, conflicts_with = "adapter")]
     pub separate: bool,
+
+    /// Scale by alpha / sqrt(rank) in place of alpha / rank
+    #[arg(long, conflicts_with = "adapter")]
+    pub rslora: bool,
+
+    /// PiSSA: start from the principal part of the weights, and leave the rest to the base; the files that are written hold
+    /// the difference to the start, at twice the rank
+    #[arg(long, conflicts_with = "adapter")]
+    pub pissa: bool,
 
     /// DoRA: train the lengths of the adapted weights' rows too
     #[arg(long, conflicts_with = "adapter")]
@@ -317,6 +338,17 @@ fn positive_real(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Below 1: something is kept.
+fn probability(text: &str) -> Result<f64, String> {
+    let value = positive_real(text)?;
+    match value < 1.0 {
+        true => Ok(value),
+        false => Err(format!(
+            "{value} leaves nothing (use a probability below 1)"
+        )),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -414,6 +446,8 @@ mod tests {
             &["--rank", "4"][..],
             &["--alpha", "8"],
             &["--separate"],
+            &["--rslora"],
+            &["--pissa"],
             &["--dora"],
             &["--shared-outer"],
             &own,

@@ -1,6 +1,7 @@
 //! Grouped-query self-attention.
 
 use anyhow::Result;
+use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, activation};
 use burn_moe_lora::interchange::QkNorm;
@@ -17,7 +18,7 @@ use crate::weights::WeightReader;
 ///
 /// `softmax(q k^T / sqrt(D)) v`, projected back to `H`. Query head `h` uses key and value head
 /// `h / (heads / kv_heads)`.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
 pub struct Attention<B: Backend> {
     q: Linear<B>,
     k: Linear<B>,
@@ -25,6 +26,7 @@ pub struct Attention<B: Backend> {
     o: Linear<B>,
     /// Norms of queries and keys; both or none.
     norms: Option<[RmsNorm<B>; 2]>,
+    #[module(skip)]
     qk_norm: QkNorm,
     heads: usize,
     kv_heads: usize,

@@ -1,6 +1,7 @@
 //! One decoder layer around a block that is given from outside.
 
 use anyhow::Result;
+use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::kernels::GroupedBackend;
@@ -14,7 +15,7 @@ use crate::weights::WeightReader;
 /// The dense parts of a pre-norm decoder layer.
 ///
 /// `h = x + attention(norm1(x))`, then `y = h + block(norm2(h))`.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
 pub struct DecoderLayer<B: Backend> {
     attention: Attention<B>,
     input_norm: RmsNorm<B>,

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{LoraConfig, ResumableOptimizer, Sharing, TrainBackend};
+use burn_moe_lora::adapters::{Dropout, LoraConfig, ResumableOptimizer, Sharing, TrainBackend};
 use burn_moe_lora::checkpoint::{Checkpoint, Manifest};
 use burn_moe_lora::experts::ExpertLoad;
 use burn_moe_lora::interchange::{HubModel, PeftAdapter};
@@ -76,13 +76,15 @@ impl Job {
                 args.steps
             );
         }
-        let plan = match (&resumed, &args.adapter) {
+        let mut plan = match (&resumed, &args.adapter) {
             (Some(checkpoint), _) => AdapterPlan::stored(checkpoint)?,
-            (None, Some(folder)) => AdapterPlan::Given(PeftAdapter::read(folder, config)?),
+            (None, Some(folder)) => AdapterPlan::given(PeftAdapter::read(folder, config)?),
             (None, None) => AdapterPlan::New {
                 config: LoraConfig::new(args.rank, args.alpha)
                     .with_seed(args.seed)
+                    .with_rslora(args.rslora)
                     .with_dora(args.dora)
+                    .with_pissa(args.pissa)
                     .with_sharing(match args.shared_outer {
                         true => Sharing::SharedOuter,
                         false => Sharing::PerExpert,
@@ -90,6 +92,9 @@ impl Job {
                 targets: args.targets(),
             },
         };
+        if let Some(probability) = args.dropout {
+            plan = plan.with_dropout(Dropout::before_a(probability), args.seed);
+        }
         Ok(Self {
             args,
             layout,
@@ -146,14 +151,17 @@ impl Job {
             // A closed pipe must not end the training.
             let _ = writeln!(stdout(), "{}", self.banner(trained));
         }
-        let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device.clone());
-        let mut done = 0;
+        let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device.clone())
+            .with_lora_plus(self.args.lora_plus)?;
+        if let Some(max_norm) = self.args.max_norm {
+            trainer = trainer.with_max_norm(max_norm);
+        }
         if let Some(checkpoint) = &self.resumed {
             trainer.resume(checkpoint)?;
-            done = checkpoint.manifest().step as usize;
         }
+        let done = trainer.steps();
         let held_out = self.text.eval_batches(batch, self.layout.world);
-        let eval_before = trainer.model.evaluate(&held_out, device)?;
+        let eval_before = trainer.model.valid().evaluate(&held_out, device)?;
         rank.check();
         ensure!(
             eval_before.is_finite(),
@@ -205,12 +213,12 @@ impl Job {
             }
             let between = step + 1 < steps && self.saves_after(step + 1);
             if let (Some(folder), true) = (&self.args.checkpoint, between) {
-                trainer.save(folder, step + 1)?;
+                trainer.save(folder)?;
             }
         }
         let (tokens, elapsed) = progress.map(Progress::finish).unwrap_or_default();
 
-        let adapted = trainer.model.frozen();
+        let adapted = trainer.model.valid();
         let eval_after = adapted.evaluate(&held_out, device)?;
         rank.check();
         ensure!(
@@ -219,7 +227,7 @@ impl Job {
         );
         self.output().write_adapter(&adapted, rank)?;
         if let Some(folder) = &self.args.checkpoint {
-            trainer.save(folder, steps)?;
+            trainer.save(folder)?;
         }
         let mut merged = adapted.clone();
         merged.blocks.merge(&merged.mesh)?;

@@ -1,6 +1,7 @@
 //! A frozen linear.
 
 use anyhow::Result;
+use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use burn_moe_lora::kernels::{GroupedBackend, linear};
@@ -8,7 +9,7 @@ use burn_moe_lora::kernels::{GroupedBackend, linear};
 use crate::weights::WeightReader;
 
 /// `y = x W^T (+ b)` with a weight that is never trained.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// `[d_out, d_in]`, as it lies in the file.
     pub weight: Tensor<B, 2>,

@@ -1,8 +1,10 @@
 //! A causal language model without its MoE blocks.
 
 use anyhow::Result;
+use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, module};
+use burn::tensor::module::embedding;
+use burn::tensor::{Int, Tensor};
 use burn_moe_lora::kernels::GroupedBackend;
 
 use crate::config::DenseConfig;
@@ -16,13 +18,14 @@ use crate::weights::WeightReader;
 ///
 /// Only what a closure adds in [`forward_with`](Self::forward_with) can be trained; the weights here take part in an
 /// autodiff graph as constants.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
 pub struct CausalLm<B: Backend> {
     /// `[V, H]`.
     embedding: Tensor<B, 2>,
     layers: Vec<DecoderLayer<B>>,
     norm: RmsNorm<B>,
     head: Linear<B>,
+    #[module(skip)]
     config: DenseConfig,
 }
 
@@ -80,7 +83,7 @@ impl<B: GroupedBackend> CausalLm<B> {
         let device = ids.device();
         let config = &self.config;
         let rope = RopeTable::new(length, config.head_dim, config.rope_theta, &device);
-        let mut x = module::embedding(self.embedding.clone(), ids);
+        let mut x = embedding(self.embedding.clone(), ids);
         for (layer, dense) in self.layers.iter().enumerate() {
             x = dense.forward_with(x, &rope, |tokens| blocks(layer, tokens));
         }

@@ -1,6 +1,7 @@
 //! Root-mean-square norm.
 
 use anyhow::Result;
+use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
@@ -8,7 +9,7 @@ use crate::precision::{at_least_f32, back_to};
 use crate::weights::WeightReader;
 
 /// `y = w * x / sqrt(mean(x^2) + eps)` over the last axis.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
 pub struct RmsNorm<B: Backend> {
     /// `[d]`.
     pub weight: Tensor<B, 1>,

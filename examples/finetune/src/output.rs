@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Result, anyhow, ensure};
-use burn_moe_lora::adapters::AdapterBackend;
+use burn_moe_lora::adapters::TrainBackend;
 use burn_moe_lora::checkpoint::Manifest;
 use burn_moe_lora::interchange::{HubModel, MAX_SHARD_BYTES, ModelWriter};
 use tempfile::NamedTempFile;
@@ -66,9 +66,9 @@ impl Output<'_> {
     ///
     /// # Panics
     /// If a collective fails.
-    pub fn write_adapter<B: AdapterBackend>(
+    pub fn write_adapter<B: TrainBackend>(
         &self,
-        model: &RankModel<B>,
+        model: &RankModel<B::Inner>,
         rank: &Rank<B>,
     ) -> Result<()> {
         let adapter = gather_adapter(&model.blocks, &model.mesh);
@@ -91,9 +91,9 @@ impl Output<'_> {
     ///
     /// # Panics
     /// If a collective fails.
-    pub fn write_merged<B: AdapterBackend>(
+    pub fn write_merged<B: TrainBackend>(
         &self,
-        model: &RankModel<B>,
+        model: &RankModel<B::Inner>,
         rank: &Rank<B>,
     ) -> Result<()> {
         let Some(folder) = &self.args.merged else {

@@ -1,9 +1,9 @@
 //! The whole model as one rank holds it.
 
 use anyhow::{Result, ensure};
-use burn::module::Module;
+use burn::module::AutodiffModule;
 use burn::tensor::{Int, Tensor};
-use burn_moe_lora::adapters::AdapterBackend;
+use burn_moe_lora::adapters::{AdapterBackend, TokenIds, TrainBackend};
 use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
 
@@ -57,30 +57,41 @@ impl<B: AdapterBackend> RankModel<B> {
         })
     }
 
-    /// The logits of the next byte at every position of this rank's sequences.
+    /// The logits of the next byte at every position of this rank's sequences; `tokens` are what dropout needs.
     ///
     /// # Shapes
     /// `[N, L]` to `[N, L, V]`.
     ///
     /// # Panics
     /// If an id is not below `V`, or if a collective fails.
-    pub fn logits(&self, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        self.dense.forward_with(ids, |layer, tokens| {
-            self.blocks.layers[layer].forward(tokens, &self.mesh)
+    pub fn logits(&self, ids: Tensor<B, 2, Int>, tokens: Option<&TokenIds>) -> Tensor<B, 3> {
+        self.dense.forward_with(ids, |layer, x| {
+            let block = &self.blocks.layers[layer];
+            match tokens {
+                Some(tokens) => block.forward_tokens(x, tokens, &self.mesh),
+                None => block.forward(x, &self.mesh),
+            }
         })
     }
 
-    /// The summed loss of this rank's rows of `batch`.
+    /// The summed loss of this rank's rows of `batch`. Adapters with dropout are trained at the step `dropped`.
     ///
     /// # Errors
     /// Fewer rows than ranks.
     ///
     /// # Panics
     /// If an id is not below `V`, or if a collective fails.
-    pub fn loss(&self, batch: &Batch, device: &B::Device) -> Result<SummedLoss<B>> {
-        let ranks = self.mesh.topology().world_size();
-        let ids = batch.shard(self.mesh.rank(), ranks)?.tensor(device);
-        Ok(next_byte_loss(self.logits(ids.clone()), ids))
+    pub fn loss(
+        &self,
+        batch: &Batch,
+        dropped: Option<usize>,
+        device: &B::Device,
+    ) -> Result<SummedLoss<B>> {
+        let (rank, ranks) = (self.mesh.rank(), self.mesh.topology().world_size());
+        let ids = batch.shard(rank, ranks)?.tensor(device);
+        let tokens = dropped.map(|step| batch.tokens(rank, ranks, step));
+        let logits = self.logits(ids.clone(), tokens.transpose()?.as_ref());
+        Ok(next_byte_loss(logits, ids))
     }
 
     /// The mean loss over all positions of `batches`, the same on every rank.
@@ -89,23 +100,25 @@ impl<B: AdapterBackend> RankModel<B> {
     /// A batch with fewer rows than ranks.
     ///
     /// # Panics
-    /// If an id is not below `V`, or if a collective fails.
+    /// If an id is not below `V`, if a collective fails, or if adapters drop: evaluate the [`valid`](Self::valid) model.
     pub fn evaluate(&self, batches: &[Batch], device: &B::Device) -> Result<f64> {
-        let frozen = self.frozen();
         let (mut sum, mut count) = (0.0, 0);
         for batch in batches {
-            let loss = frozen.loss(batch, device)?;
+            let loss = self.loss(batch, None, device)?;
             sum += gather_world(loss.sum, &self.mesh).iter().sum::<f64>();
             count += batch.predicted();
         }
         Ok(sum / count.max(1) as f64)
     }
+}
 
-    /// The same model with nothing tracked for gradients.
-    pub fn frozen(&self) -> Self {
-        Self {
-            blocks: self.blocks.clone().no_grad(),
-            ..self.clone()
+impl<B: TrainBackend> RankModel<B> {
+    /// The same model on the backend without autodiff: nothing is tracked and nothing dropped.
+    pub fn valid(&self) -> RankModel<B::Inner> {
+        RankModel {
+            dense: self.dense.valid(),
+            blocks: self.blocks.valid(),
+            mesh: self.mesh.cast(),
         }
     }
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use burn_moe_lora::kernels::TokenIds;
 
 /// One part in this many of the text, at its end, is kept for evaluation.
 const EVAL_PART: usize = 10;
@@ -61,6 +62,14 @@ impl Batch {
     /// # Errors
     /// Fewer rows than ranks, or a rank that is not below `size`.
     pub fn shard(&self, rank: usize, size: usize) -> Result<Self> {
+        Ok(Self {
+            ids: self.ids[self.share(rank, size)?].to_vec(),
+            length: self.length,
+        })
+    }
+
+    /// Where the rank's rows lie among all ids.
+    fn share(&self, rank: usize, size: usize) -> Result<Range<usize>> {
         let rows = self.rows();
         ensure!(
             rank < size,
@@ -71,10 +80,16 @@ impl Batch {
             "{rows} rows cannot give each of {size} ranks a row (raise --batch to at least {size})"
         );
         let share = shard_range(rows, rank, size);
-        Ok(Self {
-            ids: self.ids[share.start * self.length..share.end * self.length].to_vec(),
-            length: self.length,
-        })
+        Ok(share.start * self.length..share.end * self.length)
+    }
+
+    /// Which tokens of step `step` the bytes of that rank's rows are, numbered through the batch.
+    ///
+    /// # Errors
+    /// As [`shard`](Self::shard).
+    pub fn tokens(&self, rank: usize, size: usize, step: usize) -> Result<TokenIds> {
+        let tokens = self.share(rank, size)?;
+        Ok(TokenIds::new(step as u64, tokens.map(|token| token as u64)))
     }
 
     /// The ids on `device`.

@@ -6,8 +6,8 @@ use anyhow::Result;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, Optimizer};
 use burn_moe_lora::adapters::{
-    Adaptable, ResumableOptimizer, TrainBackend, gradient_norm, load_checkpoint, save_checkpoint,
-    sync_gradients,
+    Adaptable, LoraPlus, ResumableOptimizer, TrainBackend, TrainedWeight, clip_gradients,
+    gradient_norm, load_checkpoint, save_checkpoint, sync_gradients,
 };
 use burn_moe_lora::checkpoint::{Checkpoint, LoadReport, Strictness};
 use burn_moe_lora::experts::ExpertLoad;
@@ -21,11 +21,13 @@ use crate::text::Batch;
 pub struct StepReport {
     /// Mean loss over the whole batch before the update.
     pub loss: f64,
-    /// Norm of the gradients of all adapters.
+    /// Norm of the gradients of all adapters, before they are clipped.
     pub gradient_norm: f64,
     /// Tokens of the experts, a layer each.
     pub loads: Vec<ExpertLoad>,
 }
+
+type Weights<B> = for<'a> fn(&'a MoeBlocks<B>) -> Vec<TrainedWeight<'a, B>>;
 
 /// A rank's model and the optimizer that updates its adapters.
 ///
@@ -37,8 +39,10 @@ where
 {
     /// The model.
     pub model: RankModel<B>,
-    optimizer: OptimizerAdaptor<O, MoeBlocks<B>, B>,
+    optimizer: LoraPlus<OptimizerAdaptor<O, MoeBlocks<B>, B>, Weights<B>>,
     lr: f64,
+    max_norm: Option<f64>,
+    steps: usize,
     device: B::Device,
 }
 
@@ -54,12 +58,36 @@ where
         lr: f64,
         device: B::Device,
     ) -> Self {
+        let weights: Weights<B> = MoeBlocks::trained_weights;
         Self {
             model,
-            optimizer,
+            optimizer: LoraPlus::new(optimizer, 1.0, weights).expect("a ratio of 1 is one"),
             lr,
+            max_norm: None,
+            steps: 0,
             device,
         }
+    }
+
+    /// LoRA+: `B` learns `ratio` times as fast as `A`.
+    ///
+    /// # Errors
+    /// A ratio that is not above zero, or not finite.
+    pub fn with_lora_plus(mut self, ratio: f64) -> Result<Self> {
+        let LoraPlus { optimizer, .. } = self.optimizer;
+        self.optimizer = LoraPlus::new(optimizer, ratio, MoeBlocks::trained_weights as Weights<B>)?;
+        Ok(self)
+    }
+
+    /// Scales the gradients down to this norm over all adapters and ranks.
+    pub fn with_max_norm(mut self, max_norm: f64) -> Self {
+        self.max_norm = Some(max_norm);
+        self
+    }
+
+    /// Steps done, those before a checkpoint was resumed included.
+    pub fn steps(&self) -> usize {
+        self.steps
     }
 
     /// One step on this rank's rows of `batch`: forward, backward, gradients summed over the ranks, update.
@@ -68,20 +96,30 @@ where
     /// terms add up to that of the mean.
     ///
     /// # Errors
-    /// Fewer rows than ranks.
+    /// Fewer rows than ranks, or gradients to clip whose norm is not finite.
     ///
     /// # Panics
     /// If an id is not below the vocabulary, or if a collective fails.
     pub fn step(&mut self, batch: &Batch) -> Result<StepReport> {
         let model = &mut self.model;
         model.blocks.take_counts(); // of other passes
-        let loss = model.loss(batch, &self.device)?.over(batch.predicted());
+        let trained = model.blocks.trained_weights();
+        let drops = trained.iter().any(|weight| weight.config.dropout.is_some());
+        let loss = model.loss(batch, drops.then_some(self.steps), &self.device)?;
+        let loss = loss.over(batch.predicted());
         let counts = model.blocks.take_counts();
         let grads = GradientsParams::from_grads(loss.backward(), &model.blocks);
         let weights = model.blocks.trained_weights();
         let grads = sync_gradients(&weights, grads, &model.mesh);
-        let gradient_norm = gradient_norm(&weights, &grads, &model.mesh);
+        let (grads, gradient_norm) = match self.max_norm {
+            Some(max_norm) => clip_gradients(&weights, grads, &model.mesh, max_norm)?,
+            None => {
+                let norm = gradient_norm(&weights, &grads, &model.mesh);
+                (grads, norm)
+            }
+        };
         model.blocks = self.optimizer.step(self.lr, model.blocks.clone(), grads);
+        self.steps += 1;
         Ok(StepReport {
             gradient_norm,
             loads: ExpertLoad::over_ranks(&counts, &model.mesh),
@@ -89,21 +127,22 @@ where
         })
     }
 
-    /// Saves adapters and optimizer state after `steps` steps. Every rank calls it.
+    /// Saves adapters, optimizer state and the number of steps. Every rank calls it.
     ///
     /// # Errors
     /// A folder that cannot be written to.
     ///
     /// # Panics
     /// If a collective fails.
-    pub fn save(&self, folder: &Path, steps: usize) -> Result<()> {
+    pub fn save(&self, folder: &Path) -> Result<()> {
         let RankModel { blocks, mesh, .. } = &self.model;
         let weights = blocks.trained_weights();
-        save_checkpoint(folder, steps as u64, &weights, &self.optimizer, mesh)?;
+        let optimizer = &self.optimizer.optimizer;
+        save_checkpoint(folder, self.steps as u64, &weights, optimizer, mesh)?;
         Ok(())
     }
 
-    /// Takes adapters and optimizer state from a checkpoint of any topology. Every rank calls it.
+    /// Takes adapters, optimizer state and the number of steps from a checkpoint of any topology. Every rank calls it.
     ///
     /// # Errors
     /// Files that are damaged, or hold other adapters or the state of another optimizer.
@@ -116,7 +155,7 @@ where
             checkpoint,
             blocks.clone(),
             MoeBlocks::trained_weights,
-            &mut self.optimizer,
+            &mut self.optimizer.optimizer,
             mesh,
             Strictness::Exact,
         )?;
@@ -124,6 +163,7 @@ where
         for layer in &mut blocks.layers {
             layer.start_pissa(mesh)?;
         }
+        self.steps = checkpoint.manifest().step as usize;
         Ok(report)
     }
 }

@@ -171,6 +171,50 @@ fn separate_adapters_are_written_an_expert_and_projection_each() {
 }
 
 #[test]
+fn what_the_flags_say_of_the_training_reaches_the_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let hub = HubModel::open(&model()).unwrap();
+    let mut norms = Vec::new();
+    for (out, flags) in [
+        ("plain", &[][..]),
+        ("rslora", &["--rslora", "--alpha", "1"]),
+        ("fast", &["--lora-plus", "16"]),
+        ("descent", &["--optimizer", "sgd"]),
+        ("clipped", &["--max-norm", "0.001", "--optimizer", "sgd"]),
+        ("dropped", &["--dropout", "0.5"]),
+        ("pissa", &["--pissa"]),
+    ] {
+        let output = succeed(folder.path(), &[flags, &["--out", out]].concat());
+        // No adapter changes the model before it is trained.
+        let before = number(&output, "eval      loss ", " before");
+        assert!((before - 6.498).abs() < 0.002, "{out}: {output}");
+        let out = folder.path().join(out);
+        let adapter = PeftAdapter::read(&out, hub.config()).unwrap();
+        assert_eq!(adapter.rslora, out.ends_with("rslora"));
+        let pairs = adapter.layers.values().flat_map(|layer| layer.pairs());
+        let rank = if out.ends_with("pissa") { 16 } else { 8 };
+        assert!(pairs.into_iter().all(|(_, pair)| pair.rank() == rank));
+        norms.push(read_metrics(&out).unwrap().remove(1).gradient_norm);
+    }
+    // The second step's gradients tell the first one's update.
+    for (index, norm) in norms.iter().enumerate() {
+        assert!(!norms[..index].contains(norm), "{norms:?}");
+    }
+    // What is reported is the norm before clipping.
+    let clipped = read_metrics(&folder.path().join("clipped")).unwrap();
+    assert!(clipped[0].gradient_norm > 0.01, "{clipped:?}");
+
+    let message = refusal(folder.path(), &["--pissa", "--dropout", "0.1"]);
+    assert!(message.contains("PiSSA with dropout=0.1"), "{message}");
+    let wrong = finetune(folder.path(), &["--dropout", "1"]);
+    let errors = text(&wrong.stderr);
+    assert!(
+        errors.contains("1 leaves nothing (use a probability below 1)"),
+        "{errors}"
+    );
+}
+
+#[test]
 fn targets_choose_linears() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["--target", "*.layers.1.*down_proj", "--out", "down"];

@@ -103,7 +103,7 @@ impl Recorded {
 
     /// Relative error of everything recorded of the block, by name.
     fn block_errors(&self, layout: Layout, deal: &[usize]) -> BTreeMap<String, f32> {
-        let plan = AdapterPlan::Given(self.adapter.clone());
+        let plan = AdapterPlan::given(self.adapter.clone());
         let parts = layout.run(|mesh| {
             let device = Default::default();
             let rank = mesh.rank();
@@ -172,12 +172,12 @@ impl Recorded {
 
     /// Relative error of the logits on bytes 0 to 12, the largest of all ranks; each runs the whole sequence.
     fn logits_error(&self, layout: Layout) -> f32 {
-        let plan = AdapterPlan::Given(self.adapter.clone());
+        let plan = AdapterPlan::given(self.adapter.clone());
         let ids = Batch::new((0..TOKENS as i32).collect(), TOKENS).unwrap();
         let errors = layout.run(|mesh| {
             let device = Default::default();
             let model = RankModel::<B>::load(&self.hub, Some(&plan), mesh, &device).unwrap();
-            let logits = model.logits(ids.tensor(&device));
+            let logits = model.logits(ids.tensor(&device), None);
             relative_error(&values(logits.inner()), &self.reference["logits_adapted"].1)
         });
         errors.into_iter().max_by(f32::total_cmp).unwrap()

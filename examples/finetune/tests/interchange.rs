@@ -65,7 +65,7 @@ impl Recorded {
     fn blocks(&self, mesh: &Mesh<B>) -> MoeBlocks<B> {
         let device = Default::default();
         let mut blocks = MoeBlocks::<B>::load(&self.hub, false, mesh, &device).unwrap();
-        let plan = AdapterPlan::Given(self.adapter.clone());
+        let plan = AdapterPlan::given(self.adapter.clone());
         plan.put_on(&mut blocks, mesh, &device).unwrap();
         blocks
     }
@@ -139,7 +139,7 @@ fn a_merged_model_read_again_gives_the_adapted_logits() {
             let device = Default::default();
             let model = RankModel::<B>::load(hub, None, Mesh::solo(), &device).unwrap();
             let ids = Batch::new((0..13).collect(), 13).unwrap();
-            let logits = model.logits(ids.tensor(&device)).into_data();
+            let logits = model.logits(ids.tensor(&device), None).into_data();
             let logits: Vec<f32> = logits.to_vec().unwrap();
             relative_error(&logits, &reference["logits_adapted"].1)
         };
@@ -168,10 +168,10 @@ fn an_export_has_the_same_bytes_at_every_topology() {
             let at = |name: &str| folder.path().join(name);
             let gathered = recorded.at(topology, |mesh| {
                 let device = Default::default();
-                let plan = AdapterPlan::Given(recorded.adapter.clone());
+                let plan = AdapterPlan::given(recorded.adapter.clone());
                 let model = RankModel::load(&recorded.hub, Some(&plan), mesh, &device).unwrap();
                 let trainer = Trainer::new(model, SgdConfig::new().init(), 0.1, device);
-                trainer.save(&at("saved"), 1).unwrap();
+                trainer.save(&at("saved")).unwrap();
                 gather_adapter(&trainer.model.blocks, &trainer.model.mesh).unwrap()
             });
             let saved = Checkpoint::open(&at("saved")).unwrap();

@@ -8,7 +8,7 @@ use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{Adaptable, LoraConfig, ResumableOptimizer, load_adapters};
+use burn_moe_lora::adapters::{Adaptable, Dropout, LoraConfig, ResumableOptimizer, load_adapters};
 use burn_moe_lora::checkpoint::{Checkpoint, Strictness};
 use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
@@ -35,6 +35,8 @@ const SAVED_AT: Sizes = (4, 2, 2);
 struct Run {
     hub: HubModel,
     batches: Vec<Batch>,
+    /// With dropout, LoRA+ and clipping.
+    all: bool,
 }
 
 impl Run {
@@ -46,6 +48,7 @@ impl Run {
         Self {
             batches: batches.collect(),
             hub,
+            all: false,
         }
     }
 
@@ -64,15 +67,21 @@ impl Run {
         let runs = MockWorld::new(world).run(|rank| {
             let device = Default::default();
             let mesh = Mesh::<B>::new(topology, &rank).unwrap();
-            let (plan, from) = match &checkpoint {
+            let (mut plan, from) = match &checkpoint {
                 None => (new_adapters(), 0),
                 Some(checkpoint) => (
                     AdapterPlan::stored(checkpoint).unwrap(),
                     checkpoint.manifest().step as usize,
                 ),
             };
+            if self.all {
+                plan = plan.with_dropout(Dropout::before_a(0.2), 11);
+            }
             let model = RankModel::load(&self.hub, Some(&plan), mesh, &device).unwrap();
             let mut trainer = Trainer::new(model, optimizer(), 5e-3, device);
+            if self.all {
+                trainer = trainer.with_lora_plus(4.0).unwrap().with_max_norm(0.05);
+            }
             if let Some(checkpoint) = &checkpoint {
                 let report = trainer.resume(checkpoint).unwrap();
                 assert_eq!(report.missing.len() + report.unexpected.len(), 0);
@@ -82,7 +91,7 @@ impl Run {
             let losses: Vec<f64> = losses
                 .map(|batch| trainer.step(batch).unwrap().loss)
                 .collect();
-            trainer.save(save, to).unwrap();
+            trainer.save(save).unwrap();
             losses
         });
         runs.unwrap().swap_remove(0)
@@ -97,10 +106,10 @@ fn new_adapters() -> AdapterPlan {
 }
 
 fn resumed_run_has_the_bits_of_an_unbroken_one<O: ResumableOptimizer<Flex>>(
+    run: &Run,
     optimizer: impl Fn() -> OptimizerAdaptor<O, MoeBlocks<B>, B> + Sync,
     others: &[Sizes],
 ) {
-    let run = Run::new();
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let unbroken = run.losses(SAVED_AT, &optimizer, None, STEPS, &at("whole"));
@@ -126,19 +135,41 @@ fn resumed_run_has_the_bits_of_an_unbroken_one<O: ResumableOptimizer<Flex>>(
 #[test]
 fn adamw_resumes_to_the_bit_and_at_every_other_topology_to_rounding() {
     let others = [(1, 1, 1), (4, 4, 1), (4, 1, 4), (2, 2, 1), (4, 1, 2)];
-    resumed_run_has_the_bits_of_an_unbroken_one(|| AdamWConfig::new().init(), &others);
+    resumed_run_has_the_bits_of_an_unbroken_one(&Run::new(), || AdamWConfig::new().init(), &others);
+}
+
+#[test]
+fn dropout_lora_plus_and_clipping_resume_to_the_bit_and_at_every_other_topology_to_rounding() {
+    let run = Run {
+        all: true,
+        ..Run::new()
+    };
+    let others = [(1, 1, 1), (4, 4, 1), (4, 1, 4), (2, 2, 1), (4, 1, 2)];
+    resumed_run_has_the_bits_of_an_unbroken_one(&run, || AdamWConfig::new().init(), &others);
+    // Each of them does something.
+    let folder = tempfile::tempdir().unwrap();
+    let adamw = || AdamWConfig::new().init();
+    let plain = Run::new().losses(SAVED_AT, &adamw, None, 3, &folder.path().join("plain"));
+    let all = run.losses(SAVED_AT, &adamw, None, 3, &folder.path().join("all"));
+    assert_eq!(plain[0], all[0], "B starts at zero");
+    assert!(
+        plain[1..]
+            .iter()
+            .zip(&all[1..])
+            .all(|(plain, all)| plain != all)
+    );
 }
 
 #[test]
 fn adamw_with_amsgrad_resumes_to_the_bit() {
     let adamw = || AdamWConfig::new().with_amsgrad(true).init();
-    resumed_run_has_the_bits_of_an_unbroken_one(adamw, &[]);
+    resumed_run_has_the_bits_of_an_unbroken_one(&Run::new(), adamw, &[]);
 }
 
 #[test]
 fn sgd_with_momentum_resumes_to_the_bit() {
     let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
-    resumed_run_has_the_bits_of_an_unbroken_one(|| sgd().init(), &[(2, 1, 2)]);
+    resumed_run_has_the_bits_of_an_unbroken_one(&Run::new(), || sgd().init(), &[(2, 1, 2)]);
 }
 
 #[test]

@@ -127,7 +127,7 @@ fn check_recorded_run(ep: usize, etp: usize) {
     let (batches, expected, lr) = recorded();
     let start = adapter(&hub, "adapter_start");
     let end = adapter(&hub, "adapter_sgd");
-    let plan = AdapterPlan::Given(start.clone());
+    let plan = AdapterPlan::given(start.clone());
     let sgd = || SgdConfig::new().init();
     let (losses, trained) = train(&hub, &plan, &batches, (ep * etp, ep, etp), (sgd, lr));
     let [first, all] = [5, 30].map(|count| deviation(&losses[..count], &expected[..count]));
@@ -173,7 +173,7 @@ fn another_learning_rate_or_scale_misses_the_recorded_run() {
     assert!(distance(&start, &end, None) > 0.01);
 
     let sgd = || SgdConfig::new().init();
-    let plan = AdapterPlan::Given(start.clone());
+    let plan = AdapterPlan::given(start.clone());
     let (losses, trained) = train(&hub, &plan, &batches, (4, 2, 2), (sgd, 1.1 * lr));
     assert!(deviation(&losses[..5], &expected[..5]) > 1e-4);
     assert!(deviation(&losses, &expected) > 2e-3);
@@ -183,7 +183,7 @@ fn another_learning_rate_or_scale_misses_the_recorded_run() {
     for (_, pair) in doubled.layers.values_mut().flat_map(|l| l.pairs_mut()) {
         pair.alpha *= 2.0;
     }
-    let plan = AdapterPlan::Given(doubled);
+    let plan = AdapterPlan::given(doubled);
     let (losses, _) = train(&hub, &plan, &batches[..5], (4, 2, 2), (sgd, lr));
     assert!(deviation(&losses, &expected[..5]) > 1e-4);
 }
@@ -205,7 +205,7 @@ fn an_adapter_of_mixed_ranks_and_scales_trains_alike_at_every_topology() {
     let a = ramp([config.num_experts, 4, config.moe_intermediate_size]);
     let b = ramp([config.num_experts, config.hidden_size, 4]);
     *down = FactorPair::new(a, b, 2.0).unwrap();
-    let plan = AdapterPlan::Given(mixed.clone());
+    let plan = AdapterPlan::given(mixed.clone());
     assert_eq!(plan.ranks().len(), 2);
 
     let sgd = || SgdConfig::new().init();
@@ -223,7 +223,7 @@ fn an_adapter_of_mixed_ranks_and_scales_trains_alike_at_every_topology() {
     let mut one_scale = mixed;
     let down = one_scale.layers.get_mut(&1).unwrap().down.as_mut().unwrap();
     down.alpha = 8.0;
-    let plan = AdapterPlan::Given(one_scale);
+    let plan = AdapterPlan::given(one_scale);
     let (losses, _) = train(&hub, &plan, &batches[..3], (4, 2, 2), (sgd, lr));
     assert!(deviation(&losses, &expected) > 1e-4);
 }
@@ -249,7 +249,7 @@ fn an_adapter_with_shared_outer_factors_trains_alike_at_every_topology() {
     let mut given = adapter(&hub, "adapter_sgd");
     share_outer(&mut given);
     let sgd = || SgdConfig::new().init();
-    let plan = AdapterPlan::Given(given.clone());
+    let plan = AdapterPlan::given(given.clone());
     // Without a step the ranks hold what was given, to the bit.
     for place in [(1, 1, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)] {
         let (_, held) = train(&hub, &plan, &[], place, (sgd, lr));
@@ -263,7 +263,7 @@ fn an_adapter_with_shared_outer_factors_trains_alike_at_every_topology() {
         assert!(off < 1e-4, "{place:?}: {off:.1e} of the way it moved");
     }
     // Negative control: a copy an expert trains another adapter.
-    let copies = AdapterPlan::Given(given.expand(hub.config().num_experts).unwrap());
+    let copies = AdapterPlan::given(given.expand(hub.config().num_experts).unwrap());
     let (losses, _) = train(&hub, &copies, &batches[..3], (1, 1, 1), (sgd, lr));
     assert!(deviation(&losses[..1], &expected[..1]) < 1e-6);
     assert!(deviation(&losses, &expected) > 1e-5);
@@ -309,7 +309,7 @@ fn factors_shared_on_the_other_side_are_refused() {
     let down = given.layers.get_mut(&1).unwrap().down.as_mut().unwrap();
     let shape = [1, down.rank(), hub.config().moe_intermediate_size];
     down.a = HostTensor::new(shape, down.a.outer(0).to_vec()).unwrap();
-    let plan = AdapterPlan::Given(given);
+    let plan = AdapterPlan::given(given);
     let messages = MockWorld::new(1).run(|rank| {
         let mesh = Mesh::<B>::new(etp, &rank).unwrap();
         let loaded = RankModel::load(&hub, Some(&plan), mesh, &device);
