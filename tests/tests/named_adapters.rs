@@ -292,12 +292,17 @@ fn what_does_not_fit_is_refused_with_the_reason() {
         refused("fc", "de", plain.with_activation(Activation::Silu)),
         r#"adapter "de" has activation Silu, "fr" has Identity (the adapters of one linear run in one product: give them the same activation)"#
     );
-    for config in [
-        plain.with_dropout(Dropout::before_a(0.5)),
-        plain.with_dtype(DType::F64),
-        plain.with_tf32(true),
+    for (config, what) in [
+        (
+            plain.with_dropout(Dropout::before_a(0.5)),
+            "dropout 0.5 before A, \"fr\" has none",
+        ),
+        (plain.with_dtype(DType::F64), "dtype F64, \"fr\" has F32"),
+        (plain.with_tf32(true), "tf32 true, \"fr\" has false"),
     ] {
-        assert!(refused("fc", "de", config).contains("give them the same"));
+        let message = refused("fc", "de", config);
+        let whole = format!("adapter \"de\" has {what} (the adapters of one linear");
+        assert!(message.starts_with(&whole), "{message}");
     }
     assert!(fc.adapt("fc", &plain, &device).is_err());
     assert!(fc.adapt("gate", &plain, &device).is_err());

@@ -374,19 +374,32 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
     let same = case.config();
     assert_eq!(load(same, &all), Ok(()));
     for (config, part) in [
-        (LoraConfig::new(4, 16.0), "alpha: 16.0"),
-        (LoraConfig::new(2, 4.0), "rank: 2"),
-        (same.with_rslora(true), "rslora: true"),
-        (same.with_activation(Activation::Silu), "Silu"),
-        (same.with_sharing(Sharing::Shared), "sharing: Shared"),
+        (LoraConfig::new(4, 16.0), "alpha=8, the module alpha=16"),
+        (LoraConfig::new(2, 8.0), "rank=4, the module rank=2"),
+        (
+            LoraConfig::new(2, 4.0).with_dora(true),
+            "rank=4, alpha=8, dora=false, the module rank=2, alpha=4, dora=true",
+        ),
+        (
+            same.with_rslora(true),
+            "rslora=false, the module rslora=true",
+        ),
+        (
+            same.with_activation(Activation::Silu),
+            "activation=Identity, the module activation=Silu",
+        ),
+        (
+            same.with_sharing(Sharing::Shared),
+            "sharing=PerExpert, the module sharing=Shared",
+        ),
         (
             same.with_sharing(Sharing::SharedOuter),
-            "sharing: SharedOuter",
+            "sharing=PerExpert, the module sharing=SharedOuter",
         ),
-        (same.with_dora(true), "dora: true"),
     ] {
         let message = load(config, &all).unwrap_err();
-        assert!(message.contains(part), "{message}");
+        let whole = format!("the checkpoint has {part} (build the adapter from");
+        assert!(message.contains(&whole), "{message}");
     }
     let one = load(same, &["gate_up_proj"]);
     assert_eq!(one, Ok(()), "others are left out when that is allowed");
@@ -453,6 +466,12 @@ fn settings_that_are_not_those_of_the_factors_are_refused_before_anything_is_bui
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let stored = stored_adapters(&checkpoint);
         assert_eq!(stored.is_ok(), rank == 2, "{rank}");
+        if let Err(error) = stored {
+            let expected = format!(
+                "x: the checkpoint says rank={rank}, alpha=1 and has A of rank 2 and B of rank 2 (save it again)"
+            );
+            assert_eq!(error.to_string(), expected);
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Dropout of an adapter in training, the same at every topology.
 
+use std::fmt;
+
 use burn::tensor::backend::Backend;
 use moe_lora_kernels::{DropoutKey, DropoutMask, RowGroups, fnv1a};
 use moe_lora_parallel::GroupKind;
@@ -28,6 +30,16 @@ pub enum DropoutAt {
     BeforeA,
     /// Elements of the delta: `drop(s B A x)`.
     AfterB,
+}
+
+impl fmt::Display for Dropout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let at = match self.at {
+            DropoutAt::BeforeA => "before A",
+            DropoutAt::AfterB => "after B",
+        };
+        write!(f, "{} {at}", self.probability)
+    }
 }
 
 impl Dropout {

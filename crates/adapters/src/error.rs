@@ -74,7 +74,8 @@ pub enum AdapterError {
     },
     /// PiSSA of a base that is not in floating point.
     #[error(
-        "{path}: PiSSA leaves the rest of the weight in the base, which {dtype:?} cannot hold (use a base of floats, or a plain start)"
+        "{path}: PiSSA leaves the rest of the weight in the base, which {} cannot hold (use a base of floats, or a plain start)",
+        elements(dtype)
     )]
     PissaBase {
         /// The linear.
@@ -299,7 +300,9 @@ pub enum ResumeError {
     },
     /// Settings that are not those of the stored factors.
     #[error(
-        "{linear}: the checkpoint says {stored} of an adapter whose A and B have ranks {ranks:?} (save it again)"
+        "{linear}: the checkpoint says {stored} and has {} and {} (save it again)",
+        of_rank("A", .ranks[0]),
+        of_rank("B", .ranks[1])
     )]
     StoredSettings {
         /// The linear.
@@ -375,6 +378,21 @@ pub enum ResumeError {
         /// Names of the stored parts.
         parts: Vec<String>,
     },
+}
+
+fn elements(dtype: &DType) -> String {
+    match dtype {
+        DType::QFloat(_) => "a quantised type".to_owned(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// A stored factor and its rank, if there is one.
+fn of_rank(factor: &str, rank: Option<usize>) -> String {
+    match rank {
+        Some(rank) => format!("{factor} of rank {rank}"),
+        None => format!("no {factor}"),
+    }
 }
 
 /// The first few of many paths.

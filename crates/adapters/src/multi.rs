@@ -152,13 +152,21 @@ impl<B: Backend, G: GroupKind, P: Placement> MultiLora<B, G, P> {
             return Ok(());
         };
         let settings = |config: &LoraConfig| {
-            let seed = config.dropout.map(|_| config.seed);
+            let none = || "none".to_owned();
+            let dropout = config.dropout;
             [
                 ("activation", format!("{:?}", config.activation)),
-                ("dropout", format!("{:?}", config.dropout)),
-                ("seed of dropout", format!("{seed:?}")),
+                (
+                    "dropout",
+                    dropout.map_or_else(none, |dropout| dropout.to_string()),
+                ),
+                (
+                    "seed of dropout",
+                    dropout.map_or_else(none, |_| config.seed.to_string()),
+                ),
                 ("dtype", format!("{:?}", config.dtype)),
-                ("compute", format!("{:?}", config.compute)),
+                ("strategy", config.compute.strategy.to_string()),
+                ("tf32", config.compute.tf32.to_string()),
             ]
         };
         let pairs = settings(config)

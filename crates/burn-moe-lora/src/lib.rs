@@ -43,7 +43,7 @@
 //! | [`adapters`] | LoRA on column-parallel, row-parallel and replicated linears |
 //! | [`experts`] | router, dispatcher, expert MLP, MoE layer, shared experts |
 //! | [`checkpoint`] | sharded checkpoints that load at any topology |
-//! | [`interchange`] | hub model directories and PEFT files |
+//! | [`interchange`] | hub model directories, whose layers [`HubLayer`] reads, and PEFT files |
 //! | `nccl` | with the feature of that name, ranks on GPUs |
 //! | `train` | with the feature of that name, runs of burn-train's `Learner` |
 //!
@@ -51,6 +51,9 @@
 //!
 //! It is no trainer: loop, optimizer and data are burn's and yours. It does not shard attention.
 
+mod hub;
+
+pub use hub::HubLayer;
 pub use moe_lora_adapters as adapters;
 pub use moe_lora_checkpoint as checkpoint;
 pub use moe_lora_experts as experts;
@@ -64,6 +67,7 @@ pub use moe_lora_train as train;
 
 /// What a training loop names, and what saves and exports.
 pub mod prelude {
+    pub use crate::HubLayer;
     pub use moe_lora_adapters::{
         Activation, Adaptable, AdapterBackend, AdapterReport, AnyLinear, ColumnLinear, ColumnLora,
         Dropout, GradientPlan, Init, LinearConfig, LoraConfig, LoraPlus, Recompute,
@@ -76,7 +80,7 @@ pub mod prelude {
         ExpertLoad, GluActivation, MlpBiases, MlpConfig, MlpWeights, MoeConfig, MoeLayer,
         MoeWeights, RouterScore, SharedConfig, SlotOrder, WeighAt,
     };
-    pub use moe_lora_interchange::{ModelConfig, PeftAdapter, PeftLayout};
+    pub use moe_lora_interchange::{HubModel, ModelConfig, PeftAdapter, PeftLayout};
     pub use moe_lora_kernels::RowGroups;
     #[cfg(feature = "nccl")]
     pub use moe_lora_nccl::{Nccl, NcclConfig};

@@ -112,6 +112,12 @@ impl MoeConfig {
         self
     }
 
+    /// [`SharedConfig::overlap`] of the shared experts, if there are any.
+    pub fn with_overlap(mut self, overlap: bool) -> Self {
+        self.shared = self.shared.map(|shared| SharedConfig { overlap, ..shared });
+        self
+    }
+
     /// Element type of the weights.
     pub fn with_dtype(mut self, dtype: DType) -> Self {
         self.dtype = dtype;

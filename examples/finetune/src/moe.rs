@@ -3,12 +3,10 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
+use burn_moe_lora::HubLayer;
 use burn_moe_lora::adapters::{Adaptable, AdapterBackend, AdapterNorm, AnyLinear, adapter_norms};
-use burn_moe_lora::experts::{
-    GluActivation, MlpBiases, MlpWeights, MoeConfig, MoeLayer, MoeWeights, RouterScore,
-    SharedConfig,
-};
-use burn_moe_lora::interchange::{Activation, HostTensor, HubModel, ModelConfig, Router};
+use burn_moe_lora::experts::MoeLayer;
+use burn_moe_lora::interchange::HubModel;
 use burn_moe_lora::parallel::{Mesh, ParallelBackend};
 
 /// The MoE block of every layer that has one: frozen weights and the adapters on them, the only thing that is trained.
@@ -31,11 +29,15 @@ impl<B: ParallelBackend> MoeBlocks<B> {
     /// divide. Every rank gets the same error.
     pub fn load(hub: &HubModel, overlap: bool, mesh: &Mesh<B>, device: &B::Device) -> Result<Self> {
         let numbers: Vec<usize> = hub.config().moe_layers().collect();
-        let layers = numbers.iter();
+        // ANCHOR: load
+        let load = |layer: &usize| -> Result<MoeLayer<B>> {
+            let mut layer = HubLayer::read(hub, *layer)?;
+            layer.config = layer.config.with_overlap(overlap);
+            Ok(layer.init(mesh, device)?)
+        };
+        // ANCHOR_END: load
         Ok(Self {
-            layers: layers
-                .map(|layer| load_layer(hub, *layer, overlap, mesh, device))
-                .collect::<Result<_>>()?,
+            layers: numbers.iter().map(load).collect::<Result<_>>()?,
             numbers,
         })
     }
@@ -97,86 +99,4 @@ impl<B: AdapterBackend> MoeBlocks<B> {
         }
         Ok(())
     }
-}
-
-fn load_layer<B: ParallelBackend>(
-    hub: &HubModel,
-    layer: usize,
-    overlap: bool,
-    mesh: &Mesh<B>,
-    device: &B::Device,
-) -> Result<MoeLayer<B>> {
-    let config = hub.config();
-    let experts = hub.expert_weights(layer)?;
-    let router = hub.router(layer)?;
-    let shared = hub.shared_expert(layer)?;
-    let bias = router.bias.as_ref().map(HostTensor::data);
-    let (router_bias, correction_bias) = match config.router {
-        // The one bias that a family has is added to the logits or for the choice alone.
-        Router::GroupedSigmoid { .. } => (None, bias),
-        Router::SoftmaxThenTopK { .. } | Router::TopKThenSoftmax => (bias, None),
-    };
-    let weights = MoeWeights {
-        router: router.weight.data(),
-        router_bias,
-        correction_bias,
-        experts: MlpWeights {
-            gate: experts.gate.data(),
-            up: experts.up.data(),
-            down: experts.down.data(),
-            biases: experts.biases.as_ref().map(|biases| MlpBiases {
-                gate: biases.gate.data(),
-                up: biases.up.data(),
-                down: biases.down.data(),
-            }),
-        },
-        shared: shared.as_ref().map(|shared| {
-            let mlp = MlpWeights {
-                gate: shared.gate.data(),
-                up: shared.up.data(),
-                down: shared.down.data(),
-                biases: None,
-            };
-            (mlp, shared.output_gate.as_ref().map(HostTensor::data))
-        }),
-    };
-    let path = format!("model.layers.{layer}.mlp");
-    Ok(moe_config(config, &path, overlap).init(weights, mesh, device)?)
-}
-
-fn moe_config(config: &ModelConfig, path: &str, overlap: bool) -> MoeConfig {
-    let score = match config.router {
-        Router::SoftmaxThenTopK { renormalize } => RouterScore::SoftmaxThenTopK { renormalize },
-        Router::TopKThenSoftmax => RouterScore::TopKThenSoftmax,
-        Router::GroupedSigmoid {
-            groups,
-            top_groups,
-            renormalize,
-            scale,
-        } => RouterScore::SigmoidThenTopK {
-            n_group: groups,
-            topk_group: top_groups,
-            renormalize,
-            scaling_factor: scale,
-        },
-    };
-    let activation = match config.activation {
-        Activation::Swiglu => GluActivation::Swiglu,
-        Activation::ClampedSwiglu { alpha, limit } => GluActivation::ClampedSwiglu { alpha, limit },
-    };
-    let shared = config.shared_expert.map(|shared| SharedConfig {
-        intermediate: shared.intermediate_size,
-        gated: shared.gated,
-        overlap,
-    });
-    MoeConfig::new(
-        path,
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.num_experts,
-        config.num_experts_per_tok,
-    )
-    .with_score(score)
-    .with_activation(activation)
-    .with_shared(shared)
 }

@@ -24,7 +24,7 @@ pub(super) fn check_entry(
     if ranks != [Some(entry.rank); 2] || !entry.alpha.is_finite() {
         return Err(ResumeError::StoredSettings {
             linear: linear.to_owned(),
-            stored: format!("{entry:?}"),
+            stored: format!("rank={}, alpha={}", entry.rank, entry.alpha),
             ranks,
         });
     }
@@ -58,14 +58,43 @@ pub(super) fn check_settings<B: Backend>(
         if let Some(stored) = stored
             && *stored != expected
         {
+            let [stored, expected] = differing(stored, &expected);
             return Err(ResumeError::Settings {
                 linear: trained.linear.to_owned(),
-                stored: format!("{stored:?}"),
-                expected: format!("{expected:?}"),
+                stored,
+                expected,
             });
         }
     }
     Ok(())
+}
+
+/// What both say where they are not the same.
+fn differing(stored: &AdapterEntry, expected: &AdapterEntry) -> [String; 2] {
+    let values = |entry: &AdapterEntry| {
+        let AdapterEntry {
+            rank,
+            alpha,
+            rslora,
+            activation,
+            sharing,
+            dora,
+            pissa,
+        } = entry;
+        [
+            format!("rank={rank}"),
+            format!("alpha={alpha}"),
+            format!("rslora={rslora}"),
+            format!("activation={activation:?}"),
+            format!("sharing={sharing:?}"),
+            format!("dora={dora}"),
+            format!("pissa={pissa}"),
+        ]
+    };
+    let (stored, expected) = (values(stored), values(expected));
+    let pairs = stored.into_iter().zip(expected);
+    let (stored, expected): (Vec<_>, Vec<_>) = pairs.filter(|(a, b)| a != b).unzip();
+    [stored, expected].map(|values| values.join(", "))
 }
 
 pub(super) fn entry_of(config: &LoraConfig) -> AdapterEntry {
