@@ -49,6 +49,43 @@ pub fn place(tp: usize, ep: usize, etp: usize, dealt: &[usize]) -> Place {
     }
 }
 
+/// Expert topologies, with a rank that has no tokens wherever there are several.
+pub fn grid() -> Vec<Place> {
+    vec![
+        place(1, 1, 1, &[9]),
+        place(1, 2, 1, &[9, 0]),
+        place(1, 1, 2, &[2, 7]),
+        place(1, 2, 2, &[3, 0, 4, 2]),
+        place(1, 1, 4, &[0, 5, 1, 3]),
+        place(1, 4, 1, &[4, 1, 4, 0]),
+    ]
+}
+
+/// Several replicas of the experts: two of EP = 2, of EP = 2 with ETP = 2, of ETP = 2.
+pub fn replicated() -> Vec<Place> {
+    vec![
+        place(1, 2, 1, &[3, 0, 4, 2]),
+        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
+        place(1, 1, 2, &[3, 0, 4, 2]),
+    ]
+}
+
+/// Dense tensor parallelism of another size than the experts', for the shared experts.
+pub fn dense() -> Vec<Place> {
+    vec![
+        place(2, 2, 1, &[3, 0, 4, 2]),
+        place(2, 1, 2, &[3, 0, 4, 2]),
+        place(2, 2, 2, &[1, 4, 0, 4]),
+        place(2, 1, 4, &[3, 0, 4, 2]),
+        place(4, 2, 2, &[3, 0, 4, 2]),
+    ]
+}
+
+/// All of them.
+pub fn everywhere() -> Vec<Place> {
+    [grid(), replicated(), dense()].concat()
+}
+
 /// A layer with adapters on every linear, its input and the cotangent of its output.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {

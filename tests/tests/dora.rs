@@ -18,7 +18,7 @@ use moe_lora_tests::dense::{
     self, COLUMN_AXES, COLUMN_SEQUENCE_AXES, D_IN, D_OUT, Sum, TOKENS, row_axes, tp,
 };
 use moe_lora_tests::grouped::{self, COUNTS, KINDS, Kind, etp, groups};
-use moe_lora_tests::moe::{self, Place, place, shared};
+use moe_lora_tests::moe::{self, shared};
 
 const SIZES: [usize; 3] = [1, 2, 4];
 const GATE_UP: [GateUpTargets; 2] = [GateUpTargets::Fused, GateUpTargets::Separate];
@@ -76,24 +76,9 @@ fn expert_linears_have_a_magnitude_an_expert_for_every_kind_sharing_and_row_coun
     }
 }
 
-fn places() -> Vec<Place> {
-    vec![
-        place(1, 1, 1, &[9]),
-        place(1, 2, 1, &[9, 0]),
-        place(1, 1, 2, &[2, 7]),
-        place(1, 2, 2, &[3, 0, 4, 2]),
-        place(1, 1, 4, &[0, 5, 1, 3]),
-        place(1, 4, 1, &[4, 1, 4, 0]),
-        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
-        place(2, 2, 1, &[3, 0, 4, 2]),
-        place(2, 1, 4, &[3, 0, 4, 2]),
-        place(4, 2, 2, &[3, 0, 4, 2]),
-    ]
-}
-
 #[test]
 fn layers_equal_the_dense_oracle_at_every_topology_with_shared_experts_and_biases() {
-    for place in places() {
+    for place in moe::everywhere() {
         for (sharing, gate_up, dtype, weigh_at, shared, biased) in [
             (
                 Sharing::PerExpert,
@@ -327,7 +312,7 @@ fn a_row_cut_in_two_has_the_norm_of_the_whole_and_a_fresh_adapter_the_output_of_
 
 #[test]
 fn a_fresh_adapter_changes_no_bit_of_a_layer_at_any_topology_and_precision() {
-    for place in places() {
+    for place in moe::everywhere() {
         for dtype in [DType::F32, DType::BF16] {
             let case = moe::Case {
                 shared: shared(true, true),

@@ -17,30 +17,14 @@ use moe_lora_testkit::{
 use moe_lora_tests::dense::{self, COLUMN_AXES, Sum, row_axes, tp};
 use moe_lora_tests::dropout::tokens;
 use moe_lora_tests::grouped::{self, COUNTS, KINDS};
-use moe_lora_tests::moe::{self, Place, place, shared};
+use moe_lora_tests::moe::{self, shared};
 
 const P: f64 = 0.4;
 const DROPOUTS: [fn(f64) -> Dropout; 2] = [Dropout::before_a, Dropout::after_b];
 
-fn grid() -> Vec<Place> {
-    vec![
-        place(1, 1, 1, &[9]),
-        place(1, 2, 1, &[9, 0]),
-        place(1, 1, 2, &[2, 7]),
-        place(1, 2, 2, &[3, 0, 4, 2]),
-        place(1, 1, 4, &[0, 5, 1, 3]),
-        place(1, 4, 1, &[4, 1, 4, 0]),
-        // Replicas of the experts, and dense groups of another size than the experts'.
-        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
-        place(2, 2, 1, &[3, 0, 4, 2]),
-        place(2, 1, 4, &[3, 0, 4, 2]),
-        place(4, 2, 2, &[3, 0, 4, 2]),
-    ]
-}
-
 #[test]
 fn a_layer_with_dropout_is_exact_at_every_topology() {
-    for place in grid() {
+    for place in moe::everywhere() {
         for dropout in DROPOUTS {
             for sharing in SHARING {
                 for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
@@ -67,7 +51,7 @@ fn a_layer_with_dropout_is_exact_at_every_topology() {
 
 #[test]
 fn a_dora_layer_whose_adapters_drop_is_exact_with_the_lengths_of_all_of_it() {
-    for place in grid() {
+    for place in moe::everywhere() {
         for dropout in DROPOUTS {
             let case = moe::case(Sharing::PerExpert, GateUpTargets::Separate, DType::F32);
             let case = moe::Case {

@@ -15,42 +15,11 @@ use moe_lora_testkit::{
     oracle, ranks, unshard, unshard_experts,
 };
 use moe_lora_tests::moe::{
-    Case, EXPERTS, HIDDEN, INTERMEDIATE, Place, RANK, REDUCTION, TOP_K, case, data, place, shared,
+    Case, EXPERTS, HIDDEN, INTERMEDIATE, Place, RANK, REDUCTION, TOP_K, case, data, dense, grid,
+    place, replicated, shared,
 };
 
 const PER_EXPERT: Sharing = Sharing::PerExpert;
-
-/// The grid of the issue, with a rank that has no tokens wherever there are several.
-fn grid() -> Vec<Place> {
-    vec![
-        place(1, 1, 1, &[9]),
-        place(1, 2, 1, &[9, 0]),
-        place(1, 1, 2, &[2, 7]),
-        place(1, 2, 2, &[3, 0, 4, 2]),
-        place(1, 1, 4, &[0, 5, 1, 3]),
-        place(1, 4, 1, &[4, 1, 4, 0]),
-    ]
-}
-
-/// Several replicas of the experts: two of EP = 2, of EP = 2 with ETP = 2, of ETP = 2.
-fn replicated() -> Vec<Place> {
-    vec![
-        place(1, 2, 1, &[3, 0, 4, 2]),
-        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
-        place(1, 1, 2, &[3, 0, 4, 2]),
-    ]
-}
-
-/// Dense tensor parallelism of another size than the experts', for the shared experts.
-fn dense() -> Vec<Place> {
-    vec![
-        place(2, 2, 1, &[3, 0, 4, 2]),
-        place(2, 1, 2, &[3, 0, 4, 2]),
-        place(2, 2, 2, &[1, 4, 0, 4]),
-        place(2, 1, 4, &[3, 0, 4, 2]),
-        place(4, 2, 2, &[3, 0, 4, 2]),
-    ]
-}
 
 const KINDS: [(Sharing, GateUpTargets); 6] = [
     (Sharing::PerExpert, GateUpTargets::Fused),

@@ -12,29 +12,13 @@ use moe_lora_testkit::{Ad, GateUpTargets, Matrix, Mocked, assert_far, mock, rank
 use moe_lora_tests::moe::{self, Place, place, shared};
 use moe_lora_tests::multi::{Case, Results, case};
 
-fn grid() -> Vec<Place> {
-    vec![
-        place(1, 1, 1, &[9]),
-        place(1, 2, 1, &[9, 0]),
-        place(1, 1, 2, &[2, 7]),
-        place(1, 2, 2, &[3, 0, 4, 2]),
-        place(1, 1, 4, &[0, 5, 1, 3]),
-        place(1, 4, 1, &[4, 1, 4, 0]),
-        // Replicas of the experts, and dense groups of another size than the experts'.
-        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
-        place(2, 2, 1, &[3, 0, 4, 2]),
-        place(2, 1, 4, &[3, 0, 4, 2]),
-        place(4, 2, 2, &[3, 0, 4, 2]),
-    ]
-}
-
 fn layer(sharing: Sharing, gate_up: GateUpTargets) -> Case {
     case(moe::case(sharing, gate_up, DType::F32))
 }
 
 #[test]
 fn each_token_gets_the_adapter_of_its_slot_at_every_topology() {
-    for place in grid() {
+    for place in moe::everywhere() {
         for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             for (weigh_at, shared) in [
                 (WeighAt::Output, None),
@@ -52,7 +36,7 @@ fn each_token_gets_the_adapter_of_its_slot_at_every_topology() {
 
 #[test]
 fn adapters_that_experts_share_and_adapters_of_one_expert_each_serve_one_layer() {
-    for place in grid() {
+    for place in moe::everywhere() {
         let mut case = layer(Sharing::PerExpert, GateUpTargets::Fused);
         case.adapters[0].config.sharing = Sharing::Shared;
         case.check::<Ad>(&Mocked, &place);
@@ -61,7 +45,7 @@ fn adapters_that_experts_share_and_adapters_of_one_expert_each_serve_one_layer()
 
 #[test]
 fn adapters_of_gate_and_up_together_serve_beside_those_of_one_each() {
-    for place in grid() {
+    for place in moe::everywhere() {
         let mut case = layer(Sharing::PerExpert, GateUpTargets::Fused);
         case.adapters[2].gate_up = GateUpTargets::Separate;
         case.layer.shared = shared(true, true);
@@ -71,7 +55,7 @@ fn adapters_of_gate_and_up_together_serve_beside_those_of_one_each() {
 
 #[test]
 fn tokens_of_adapters_with_dora_have_their_own_lengths_of_rows_and_others_none() {
-    for place in grid() {
+    for place in moe::everywhere() {
         for gate_up in [GateUpTargets::Fused, GateUpTargets::Separate] {
             let mut case = layer(Sharing::PerExpert, gate_up);
             case.layer.shared = shared(true, true);
@@ -100,7 +84,7 @@ fn tokens_drop_with_the_mask_that_they_have_without_other_adapters() {
 
 #[test]
 fn an_adapter_without_tokens_has_gradients_of_exact_zeros() {
-    for place in grid() {
+    for place in moe::everywhere() {
         let case = layer(Sharing::PerExpert, GateUpTargets::Fused);
         let found = case.found::<Ad>(&Mocked, &place);
         for factor in found.adapters[1].experts.iter().flatten() {

@@ -248,20 +248,6 @@ fn a_diagonal_weight_splits_into_its_largest_value_and_the_others() {
 
 // ---- layers --------------------------------------------------------------------------------------
 
-fn places() -> Vec<Place> {
-    vec![
-        place(1, 1, 1, &[9]),
-        place(1, 2, 1, &[9, 0]),
-        place(1, 1, 2, &[2, 7]),
-        place(1, 2, 2, &[3, 0, 4, 2]),
-        place(1, 1, 4, &[0, 5, 1, 3]),
-        place(1, 4, 1, &[4, 1, 4, 0]),
-        place(1, 2, 2, &[2, 1, 0, 1, 3, 0, 1, 1]),
-        place(2, 2, 1, &[3, 0, 4, 2]),
-        place(4, 2, 2, &[3, 0, 4, 2]),
-    ]
-}
-
 /// A layer with shared experts, without adapters at first.
 fn case(gate_up: GateUpTargets) -> moe::Case {
     let case = moe::case(Sharing::PerExpert, gate_up, DType::F32);
@@ -363,7 +349,7 @@ fn a_started_layer_has_the_output_of_its_base_and_the_gradients_of_one_device_at
             let (held, found): (Vec<_>, Vec<_>) = outcome.into_iter().unzip();
             (held, case.join(&found, &place.topology))
         };
-        let (one, _) = run(&places()[0]);
+        let (one, _) = run(&moe::everywhere()[0]);
         let one = &one[0];
         let started = oracle_of(&case, one.each_ref().map(Vec::as_slice));
         // The layer without adapters.
@@ -386,7 +372,7 @@ fn a_started_layer_has_the_output_of_its_base_and_the_gradients_of_one_device_at
             base(|mlp| &mlp.down, true),
         ];
         let plain = oracle_of(&case, bases.each_ref().map(Vec::as_slice));
-        for place in places() {
+        for place in moe::everywhere() {
             let (held, found) = run(&place);
             for held in &held {
                 assert_eq!(held, one, "{:?}", place.topology);
@@ -479,7 +465,7 @@ fn a_saved_adapter_resumes_at_every_topology_on_the_base_that_it_left() {
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let settings = stored_adapters(&checkpoint).unwrap();
     assert!(settings.values().all(|config| config.pissa));
-    for place in places() {
+    for place in moe::everywhere() {
         ranks(&mock(place.topology), place.topology, |mesh| {
             let load = |layer| {
                 load_adapters(
