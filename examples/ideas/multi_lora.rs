@@ -3,31 +3,11 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
 use burn_moe_lora::prelude::*;
-use moe_lora_examples::{Result, assert_close, noise};
+use moe_lora_examples::{HIDDEN, Result, assert_close, moe_layer, noise};
 
 type B = Autodiff<Flex>;
 
-const HIDDEN: usize = 8;
-const WIDE: usize = 16;
-const EXPERTS: usize = 4;
 const TOKENS: usize = 8;
-
-fn layer(mesh: &Mesh<B>) -> Result<MoeLayer<B>> {
-    let router = noise(1, EXPERTS * HIDDEN);
-    let [gate, up, down] = [2, 3, 4].map(|seed| noise(seed, EXPERTS * WIDE * HIDDEN));
-    let experts = MlpWeights {
-        gate: &gate,
-        up: &up,
-        down: &down,
-        biases: None,
-    };
-    let weights = MoeWeights {
-        router: &router,
-        experts,
-        ..Default::default()
-    };
-    Ok(MoeConfig::new("mlp", HIDDEN, WIDE, EXPERTS, 2).init(weights, mesh, &Default::default())?)
-}
 
 fn config(seed: u64) -> LoraConfig {
     // B as if it were trained: a fresh one is zero.
@@ -50,7 +30,7 @@ fn outputs(etp: usize) -> Result<[Vec<f32>; 4]> {
 
         // ANCHOR: named
         let targets = Targets::new(["experts.gate_up_proj", "experts.down_proj"]);
-        let mut layer = layer(&mesh)?;
+        let mut layer = moe_layer(&mesh)?;
         layer.add_named_adapters("french", &targets, &config(1), &device)?;
         layer.add_named_adapters("legal", &targets, &config(2), &device)?;
         let [french, legal] = [layer.slot("french")?, layer.slot("legal")?];
@@ -68,8 +48,8 @@ fn outputs(etp: usize) -> Result<[Vec<f32>; 4]> {
         layer.set_enabled("french", false)?; // no part in the output, nor in training
         // ANCHOR_END: combine
         let disabled = values(layer.forward_tokens(x.clone(), &ids, &mesh));
-        let base = self::layer(&mesh)?.forward(x.clone(), &mesh);
-        let mut alone = self::layer(&mesh)?;
+        let base = moe_layer(&mesh)?.forward(x.clone(), &mesh);
+        let mut alone = moe_layer(&mesh)?;
         alone.add_named_adapters("french", &targets, &config(1), &device)?;
         let ids = TokenIds::new(0, own.clone()).with_slots(own.map(|_| french).collect::<Vec<_>>());
         let alone = alone.forward_tokens(x, &ids, &mesh);

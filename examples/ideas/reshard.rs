@@ -7,31 +7,16 @@ use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{Tensor, TensorData};
 use burn_moe_lora::checkpoint::{Checkpoint, GroupSizes, Strictness, reshard};
 use burn_moe_lora::prelude::*;
-use moe_lora_examples::{Result, assert_close, noise};
+use moe_lora_examples::{HIDDEN, Result, assert_close, moe_layer, noise};
 
 type B = Autodiff<Flex>;
 
-const HIDDEN: usize = 8;
-const WIDE: usize = 16;
-const EXPERTS: usize = 4;
 const TOKENS: usize = 8;
 
 fn layer(mesh: &Mesh<B>) -> Result<MoeLayer<B>> {
-    let (device, router) = (Default::default(), noise(1, EXPERTS * HIDDEN));
-    let [gate, up, down] = [2, 3, 4].map(|seed| noise(seed, EXPERTS * WIDE * HIDDEN));
-    let experts = MlpWeights {
-        gate: &gate,
-        up: &up,
-        down: &down,
-        biases: None,
-    };
-    let weights = MoeWeights {
-        router: &router,
-        experts,
-        ..Default::default()
-    };
-    let mut layer = MoeConfig::new("mlp", HIDDEN, WIDE, EXPERTS, 2).init(weights, mesh, &device)?;
-    layer.add_adapters(&Targets::new(["*"]), &LoraConfig::new(4, 8.0), &device)?;
+    let mut layer = moe_layer(mesh)?;
+    let targets = Targets::new(["*"]);
+    layer.add_adapters(&targets, &LoraConfig::new(4, 8.0), &Default::default())?;
     Ok(layer)
 }
 

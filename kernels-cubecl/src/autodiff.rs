@@ -17,6 +17,19 @@ use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups};
 /// Operands of a product, each kept only when the other one's gradient needs it.
 type Saved<B> = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, RowGroups);
 
+/// Hands its gradient to each parent that wants one.
+fn register<B: GroupedBackend, const N: usize>(
+    grads: &mut Gradients,
+    parents: [Option<NodeId>; N],
+    gradients: [Option<FloatTensor<B>>; N],
+) {
+    for (node, gradient) in parents.into_iter().zip(gradients) {
+        if let (Some(node), Some(gradient)) = (node, gradient) {
+            grads.register::<B>(node, gradient);
+        }
+    }
+}
+
 #[derive(Debug)]
 struct MatmulBackward {
     transposed: bool,
@@ -33,19 +46,13 @@ impl<B: GroupedBackend> Backward<B, 2> for MatmulBackward {
     ) {
         let (x, w, groups) = ops.state;
         let dy = grads.consume::<B>(&ops.node);
-        let [x_node, w_node] = ops.parents;
-        if let (Some(node), Some(w)) = (x_node, w) {
-            let dx = B::grouped_matmul(dy.clone(), w, &groups, !self.transposed);
-            grads.register::<B>(node.id, dx);
-        }
-        if let (Some(node), Some(x)) = (w_node, x) {
-            let dw = if self.transposed {
-                B::grouped_outer(x, dy, &groups)
-            } else {
-                B::grouped_outer(dy, x, &groups)
-            };
-            grads.register::<B>(node.id, dw);
-        }
+        let dx = w.map(|w| B::grouped_matmul(dy.clone(), w, &groups, !self.transposed));
+        let dw = x.map(|x| match self.transposed {
+            true => B::grouped_outer(x, dy, &groups),
+            false => B::grouped_outer(dy, x, &groups),
+        });
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, [dx, dw]);
     }
 }
 
@@ -63,15 +70,10 @@ impl<B: GroupedBackend> Backward<B, 2> for OuterBackward {
     ) {
         let (p, q, groups) = ops.state;
         let dz = grads.consume::<B>(&ops.node);
-        let [p_node, q_node] = ops.parents;
-        if let (Some(node), Some(q)) = (p_node, q) {
-            let dp = B::grouped_matmul(q, dz.clone(), &groups, false);
-            grads.register::<B>(node.id, dp);
-        }
-        if let (Some(node), Some(p)) = (q_node, p) {
-            let dq = B::grouped_matmul(p, dz, &groups, true);
-            grads.register::<B>(node.id, dq);
-        }
+        let dp = q.map(|q| B::grouped_matmul(q, dz.clone(), &groups, false));
+        let dq = p.map(|p| B::grouped_matmul(p, dz, &groups, true));
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, [dp, dq]);
     }
 }
 
@@ -97,11 +99,8 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
         let x = x.map(|x| checkpointer.retrieve_node_output(x));
         let dz = grads.consume::<B>(&ops.node);
         let gradients = B::shrink_backward(dz, x, a, &rows, self.compute);
-        for (node, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, gradients);
     }
 }
 
@@ -143,11 +142,8 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkDroppedBackward {
         let dz = grads.consume::<B>(&ops.node);
         let [dx, da] = B::shrink_backward(dz, x, a, &rows, self.compute);
         let dx = dx.map(|dx| B::dropout(dx, &self.mask));
-        for (node, gradient) in ops.parents.into_iter().zip([dx, da]) {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, [dx, da]);
     }
 }
 
@@ -182,13 +178,10 @@ impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let [z_node, b_node] = ops.parents;
-        let [dz, db] = B::expand_backward(dy, ops.state, b_node.is_some());
-        for (node, gradient) in [(z_node, dz), (b_node, db)] {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        let of_b = ops.parents[1].is_some();
+        let gradients = B::expand_backward(dy, ops.state, of_b);
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, gradients);
     }
 }
 
@@ -205,13 +198,10 @@ impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let [base_node, z_node, b_node] = ops.parents;
-        let [dz, db] = B::expand_backward(dy.clone(), ops.state, b_node.is_some());
-        for (node, gradient) in [(base_node, Some(dy)), (z_node, dz), (b_node, db)] {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        let of_b = ops.parents[2].is_some();
+        let [dz, db] = B::expand_backward(dy.clone(), ops.state, of_b);
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, [Some(dy), dz, db]);
     }
 }
 
@@ -232,11 +222,8 @@ impl<B: GroupedBackend> Backward<B, 2> for ScaleColumnsBackward {
         let dy = grads.consume::<B>(&ops.node);
         let of_y = ops.parents[0].is_some();
         let gradients = B::scale_columns_backward(dy, y, factors, of_y, &rows);
-        for (node, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let (Some(node), Some(gradient)) = (node, gradient) {
-                grads.register::<B>(node.id, gradient);
-            }
-        }
+        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, _>(grads, parents, gradients);
     }
 }
 
