@@ -13,6 +13,7 @@ fn the_defects_do_not_compile() {
     cases.compile_fail("tests/compile_fail/replicated_gather_into_b.rs");
     cases.compile_fail("tests/compile_fail/gathered_delta_on_partial_base.rs");
     cases.compile_fail("tests/compile_fail/dense_group_into_expert.rs");
+    cases.compile_fail("tests/compile_fail/partial_read_as_value.rs");
 }
 
 #[test]
@@ -23,6 +24,7 @@ fn each_message_names_the_operation_to_use_and_no_place_of_one_machine() {
         ("replicated_gather_into_b", "`.gather_fanout()`"),
         ("gathered_delta_on_partial_base", "`.embed()`"),
         ("dense_group_into_expert", "`mesh.expert_tp()`"),
+        ("partial_read_as_value", "`.reduce_from()`"),
     ] {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/compile_fail");
         let path = format!("{folder}/{name}.stderr");

@@ -273,6 +273,15 @@ impl<B: ParallelBackend, G: GroupKind> Partial<B, G> {
         group.partial(f(self.into_term()))
     }
 
+    /// Does not compile: no rank has the value.
+    #[doc(hidden)]
+    pub fn into_tensor(self) -> Tensor<B, 2>
+    where
+        Self: IsValue,
+    {
+        self.into_term()
+    }
+
     /// This rank's own term, with its zeros: what nobody but the sum over the ranks may read.
     pub fn into_term(self) -> Tensor<B, 2> {
         match self.term {
@@ -368,6 +377,18 @@ impl<B: ParallelBackend, G: GroupKind> sealed::Sealed for Replicated<B, G> {}
 impl<B: ParallelBackend, G: GroupKind> sealed::Sealed for Fanout<B, G> {}
 impl<B: ParallelBackend, G: GroupKind> sealed::Sealed for Partial<B, G> {}
 impl<B: ParallelBackend, G: GroupKind, A: Axis> sealed::Sealed for Sharded<B, G, A> {}
+
+/// A state of which each rank can read the value, or its slice.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no value to read: each rank holds its own term of a sum",
+    label = "sum the terms with `.reduce_from()` or `.reduce_scatter(..)` first",
+    note = "`.into_term()` is this rank's own term, for what sums over the ranks later"
+)]
+pub trait IsValue: sealed::Sealed {}
+
+impl<B: ParallelBackend, G: GroupKind> IsValue for Replicated<B, G> {}
+impl<B: ParallelBackend, G: GroupKind> IsValue for Fanout<B, G> {}
+impl<B: ParallelBackend, G: GroupKind, A: Axis> IsValue for Sharded<B, G, A> {}
 
 /// A [`Replicated`] value over the group `G`. A bound rather than the type itself, so that the
 /// compiler names the operation that is missing.

@@ -1,6 +1,7 @@
 //! What the failing files should have said: the same functions with the operation that was missing.
 
-use moe_lora_adapters::{AdapterBackend, ColumnLora, RowLora, RowWeight};
+use burn::tensor::Tensor;
+use moe_lora_adapters::{AdapterBackend, ColumnLora, RowLinear, RowLora, RowWeight};
 use moe_lora_kernels::RowGroups;
 use moe_lora_parallel::{ExpertTp, Fanout, Partial, Sharded};
 
@@ -42,4 +43,14 @@ pub fn expert_group<B: AdapterBackend>(
     rows: &RowGroups,
 ) -> Sharded<B, ExpertTp> {
     lora.forward(x, rows)
+}
+
+/// Against `partial_read_as_value`.
+pub fn loss<B: AdapterBackend>(
+    down: &RowLinear<B, ExpertTp>,
+    x: Sharded<B, ExpertTp>,
+    rows: &RowGroups,
+) -> Tensor<B, 1> {
+    let y = down.forward_suppressed(x, rows).reduce_from().into_tensor();
+    y.powi_scalar(2).sum()
 }
