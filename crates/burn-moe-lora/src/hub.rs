@@ -27,8 +27,8 @@ use moe_lora_parallel::{Mesh, ParallelBackend};
 /// ```
 #[derive(Clone, Debug)]
 pub struct HubLayer {
-    /// Settings as the model has them, at the path `model.layers.{layer}.mlp`. What no file says, such as the
-    /// element type, may be changed before [`init`](Self::init).
+    /// Settings as the model has them, at the path `model.layers.{layer}.mlp`. What no file says may be
+    /// changed before [`init`](Self::init), such as the element type, which is that of the layer's input.
     pub config: MoeConfig,
     router: RouterWeights,
     router_bias: RouterBias,

@@ -94,9 +94,9 @@ pub enum Command {
         #[arg(long, value_name = "DIR")]
         model: PathBuf,
 
-        /// How the factors lie in the file
-        #[arg(long, value_enum, default_value_t = Layout::Stacked)]
-        layout: Layout,
+        /// How the factors lie in the file [default: stacked, or per-expert where stacked cannot hold the adapter]
+        #[arg(long, value_enum)]
+        layout: Option<Layout>,
 
         /// Turn separate gate and up adapters into one of twice the rank
         #[arg(long)]
@@ -154,6 +154,16 @@ impl Layout {
     pub fn name(self) -> String {
         let value = self.to_possible_value();
         value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+impl From<PeftLayout> for Layout {
+    fn from(layout: PeftLayout) -> Self {
+        match layout {
+            PeftLayout::Stacked => Self::Stacked,
+            PeftLayout::PerExpert => Self::PerExpert,
+            PeftLayout::SharedOuter => Self::SharedOuter,
+        }
     }
 }
 

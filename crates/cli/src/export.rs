@@ -47,19 +47,20 @@ pub fn run(
     checkpoint: &Path,
     out: &Path,
     model: &Path,
-    layout: Layout,
+    layout: Option<Layout>,
     fuse: bool,
     output: &Output,
 ) -> Result<()> {
     let config = ModelConfig::read(model)?;
     let checkpoint = open_checkpoint(checkpoint)?;
     let mut adapter = PeftAdapter::from_checkpoint(&checkpoint)?;
-    if layout != Layout::SharedOuter {
+    if layout != Some(Layout::SharedOuter) {
         adapter = adapter.expand(config.num_experts)?;
     }
     if fuse {
         adapter = adapter.fuse_gate_up()?;
     }
+    let layout = layout.unwrap_or_else(|| adapter.layout().into());
     adapter.write(out, &config, layout.into(), &model.display().to_string())?;
     output.result(&Exported {
         out: out.to_owned(),

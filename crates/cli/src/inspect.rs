@@ -71,8 +71,14 @@ impl fmt::Display for Inspection {
             for (linear, entry) in &saved.adapters {
                 let AdapterEntry { rank, alpha, .. } = entry;
                 write!(f, "\nadapter {linear}: rank {rank}, alpha {alpha}")?;
-                if entry.rslora {
-                    write!(f, ", rank-stabilised")?;
+                for (is, name) in [
+                    (entry.rslora, "rank-stabilised"),
+                    (entry.pissa, "PiSSA"),
+                    (entry.dora, "DoRA"),
+                ] {
+                    if is {
+                        write!(f, ", {name}")?;
+                    }
                 }
                 match entry.sharing {
                     AdapterSharing::PerExpert => {}

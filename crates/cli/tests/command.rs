@@ -269,9 +269,10 @@ fn separate_pairs_fuse_only_when_asked() {
     let case = Case::imported("hf_older/qwen3_moe");
     let (model, imported, out) = (text(&case.model), case.at("imported"), case.at("exported"));
     let export = ["export", text(&imported), text(&out), "--model", model];
-    let refused = refusal(&export);
+    let refused = refusal(&[&export[..], &["--layout", "stacked"]].concat());
     assert!(refused.contains("separate gate and up"), "{refused}");
     assert!(!out.exists());
+    assert_eq!(json(0, &export)["layout"], "per-expert");
     ends(0, &[&export[..], &["--fuse"]].concat());
     let norms = |path: &Path| {
         let flags = ["inspect", text(path), "--norms", "--model", model];

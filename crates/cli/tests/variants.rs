@@ -303,6 +303,27 @@ fn dense_tensors_are_resharded_over_tp_and_only_they() {
 }
 
 #[test]
+fn inspect_names_what_an_adapter_is_and_export_finds_the_layout_of_magnitudes() {
+    let model = fixture("hf_older/olmoe_dora");
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name).to_str().unwrap().to_owned();
+    let (model, adapter) = (model.to_str().unwrap(), model.join("adapter"));
+    let adapter = adapter.to_str().unwrap();
+    let import = ["import", adapter, &at("saved"), "--model", model];
+    assert_eq!(run(&import).status.code(), Some(0));
+    let shown = String::from_utf8(run(&["inspect", &at("saved")]).stdout).unwrap();
+    let adapters = shown.lines().filter(|line| line.starts_with("adapter "));
+    assert!(adapters.clone().count() > 0, "{shown}");
+    assert!(
+        adapters.clone().all(|line| line.ends_with(", DoRA")),
+        "{shown}"
+    );
+    let export = ["export", &at("saved"), &at("out"), "--model", model];
+    let (code, exported) = json(&export);
+    assert_eq!((code, &exported["layout"]), (0, &Value::from("per-expert")));
+}
+
+#[test]
 fn names_with_control_characters_are_printed_escaped() {
     let scratch = tempfile::tempdir().unwrap();
     let folder = scratch.path().join("odd");

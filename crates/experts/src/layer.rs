@@ -150,7 +150,7 @@ impl MoeConfig {
                 reason,
             })?;
         let matrix = |name: &str, values: &[f32], shape: [usize; 2], dtype: DType| {
-            if values.len() != shape[0] * shape[1] {
+            if shape[0].checked_mul(shape[1]) != Some(values.len()) {
                 return Err(ExpertsError::Shape {
                     path: format!("{}.{name}", self.path),
                     found: values.len(),

@@ -11,9 +11,7 @@ use burn_moe_lora::adapters::{
 };
 use burn_moe_lora::checkpoint::Checkpoint;
 use burn_moe_lora::experts::MoeLayer;
-use burn_moe_lora::interchange::{
-    ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter, PeftLayout,
-};
+use burn_moe_lora::interchange::{ExpertAdapter, FactorPair, GateUp, HostTensor, PeftAdapter};
 use burn_moe_lora::parallel::{ExpertTp, Mesh, ParallelBackend};
 
 use crate::moe::MoeBlocks;
@@ -100,6 +98,39 @@ impl AdapterPlan {
         ranks
     }
 
+    /// What the adapters are beside plain LoRA.
+    pub fn kinds(&self) -> Vec<String> {
+        let configs: Vec<LoraConfig> = match self {
+            Self::New { config, .. } => vec![*config],
+            Self::Stored(adapters) => adapters.values().copied().collect(),
+            Self::Given { adapter, dropout } => {
+                let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
+                let config = |(_, pair): (_, &FactorPair)| LoraConfig {
+                    rslora: adapter.rslora,
+                    dora: pair.magnitude.is_some(),
+                    dropout: dropout.map(|(dropout, _)| dropout),
+                    ..LoraConfig::new(pair.rank(), pair.alpha)
+                };
+                pairs.map(config).collect()
+            }
+        };
+        let any = |of: fn(&LoraConfig) -> bool| configs.iter().any(of);
+        let named = [
+            (any(|config| config.rslora), "rsLoRA"),
+            (any(|config| config.pissa), "PiSSA"),
+            (any(|config| config.dora), "DoRA"),
+            (
+                any(|config| config.sharing == Sharing::SharedOuter),
+                "shared outer factors",
+            ),
+        ];
+        let named = named.iter().filter(|(is, _)| *is);
+        let mut kinds: Vec<String> = named.map(|(_, name)| name.to_string()).collect();
+        let dropout = configs.iter().find_map(|config| config.dropout);
+        kinds.extend(dropout.map(|dropout| format!("dropout {dropout}")));
+        kinds
+    }
+
     /// Puts the adapters on the blocks.
     ///
     /// # Errors
@@ -181,7 +212,7 @@ pub fn trained_parameters<B: ParallelBackend>(blocks: &MoeBlocks<B>, mesh: &Mesh
 /// Gathers the adapters of all ranks. Every rank calls it and gets the same.
 ///
 /// # Errors
-/// Factors that do not belong together.
+/// Factors that do not belong together, or scales of both kinds.
 ///
 /// # Panics
 /// If a collective fails.
@@ -189,8 +220,17 @@ pub fn gather_adapter<B: ParallelBackend>(
     blocks: &MoeBlocks<B>,
     mesh: &Mesh<B>,
 ) -> Result<PeftAdapter> {
+    let weights = blocks.trained_weights();
+    let rslora = weights.iter().any(|weight| weight.config.rslora);
+    if let Some(other) = weights.iter().find(|weight| weight.config.rslora != rslora) {
+        bail!(
+            "the scale of {} has alpha / rank, that of others alpha / sqrt(rank), and PEFT files have one kind for all \
+             (give all adapters the same)",
+            other.linear
+        );
+    }
     let mut adapter = PeftAdapter {
-        rslora: blocks.layers.iter().any(is_rank_stabilised),
+        rslora,
         layers: Default::default(),
     };
     for (&index, layer) in blocks.numbers.iter().zip(&blocks.layers) {
@@ -200,30 +240,6 @@ pub fn gather_adapter<B: ParallelBackend>(
         }
     }
     Ok(adapter)
-}
-
-/// Whether the layer's scales divide by the root of the rank. They all do or none.
-fn is_rank_stabilised<B: Backend>(layer: &MoeLayer<B>) -> bool {
-    let experts = &layer.experts;
-    let mut fc1 = experts.gate_up.adapters.iter();
-    let mut fc2 = experts.down.adapters.iter();
-    fc1.any(|lora| lora.config().rslora) || fc2.any(|lora| lora.config().rslora)
-}
-
-/// The file layout that holds the adapter as it is: stacked, unless the experts share factors, gate and up have an
-/// adapter each, or there are magnitudes.
-pub fn file_layout(adapter: &PeftAdapter) -> PeftLayout {
-    let separate = |layer: &ExpertAdapter| matches!(layer.gate_up, Some(GateUp::Separate { .. }));
-    let dora = |layer: &ExpertAdapter| layer.pairs().any(|(_, pair)| pair.magnitude.is_some());
-    let shared = |pair: &FactorPair| pair.a.shape()[0] != pair.b.shape()[0];
-    let any = |of: &dyn Fn(&ExpertAdapter) -> bool| adapter.layers.values().any(of);
-    if any(&|layer| layer.pairs().any(|(_, pair)| shared(pair))) {
-        PeftLayout::SharedOuter
-    } else if any(&|layer| separate(layer) || dora(layer)) {
-        PeftLayout::PerExpert
-    } else {
-        PeftLayout::Stacked
-    }
 }
 
 /// A full tensor on the host.

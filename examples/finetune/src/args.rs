@@ -109,7 +109,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = adapter_rank, conflicts_with = "adapter")]
     pub rank: usize,
 
-    /// Numerator of the adapters' scale, alpha / rank
+    /// Numerator of the adapters' scale, alpha / rank or, with --rslora, alpha / sqrt(rank)
     #[arg(
         long,
         value_name = "X",
@@ -136,9 +136,9 @@ pub struct Args {
     #[arg(long, value_name = "X", value_parser = positive_real, allow_negative_numbers = true)]
     pub max_norm: Option<f64>,
 
-    /// Probability that an element of an adapter's input is dropped in training [default: none is]
-    #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
-    pub dropout: Option<f64>,
+    /// Probability that an element of an adapter's input is dropped in training
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = probability, allow_negative_numbers = true)]
+    pub dropout: f64,
 
     /// Seed of the adapters' start, of the batches and of dropout
     #[arg(
@@ -175,7 +175,8 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = positive, requires = "checkpoint")]
     pub save_every: Option<usize>,
 
-    /// Continue from the checkpoint in this directory up to --steps, at any topology; give the other flags as before
+    /// Continue from the checkpoint in this directory up to --steps, at any topology. It holds what the adapters are; give
+    /// --model, --text, --batch, --length, --seed, --optimizer, --lr, --lora-plus, --max-norm and --dropout as before
     #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "rank", "alpha", "targets", "separate", "rslora", "pissa", "dora", "shared_outer"])]
     pub resume: Option<PathBuf>,
 
@@ -183,7 +184,7 @@ pub struct Args {
     #[arg(long, conflicts_with = "adapter")]
     pub separate: bool,
 
-    /// Scale by alpha / sqrt(rank) in place of alpha / rank
+    /// rsLoRA: scale by alpha / sqrt(rank) in place of alpha / rank
     #[arg(long, conflicts_with = "adapter")]
     pub rslora: bool,
 
@@ -340,11 +341,11 @@ fn positive_real(text: &str) -> Result<f64, String> {
 
 /// Below 1: something is kept.
 fn probability(text: &str) -> Result<f64, String> {
-    let value = positive_real(text)?;
-    match value < 1.0 {
+    let value = f64::from_str(text).map_err(|error| format!("{error} (give a number)"))?;
+    match (0.0..1.0).contains(&value) {
         true => Ok(value),
         false => Err(format!(
-            "{value} leaves nothing (use a probability below 1)"
+            "{text} is no probability below 1 (use one such as 0.1)"
         )),
     }
 }

@@ -92,8 +92,8 @@ impl Job {
                 targets: args.targets(),
             },
         };
-        if let Some(probability) = args.dropout {
-            plan = plan.with_dropout(Dropout::before_a(probability), args.seed);
+        if args.dropout > 0.0 {
+            plan = plan.with_dropout(Dropout::before_a(args.dropout), args.seed);
         }
         Ok(Self {
             args,
@@ -149,7 +149,11 @@ impl Job {
         let trained = trained_parameters(&model.blocks, &model.mesh);
         if first {
             // A closed pipe must not end the training.
-            let _ = writeln!(stdout(), "{}", self.banner(trained));
+            let done = self
+                .resumed
+                .as_ref()
+                .map_or(0, |saved| saved.manifest().step);
+            let _ = writeln!(stdout(), "{}", self.banner(trained, done as usize));
         }
         let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device.clone())
             .with_lora_plus(self.args.lora_plus)?;
@@ -166,7 +170,7 @@ impl Job {
         ensure!(
             eval_before.is_finite(),
             "the loss before training is {eval_before} (the model or the adapter holds values that are no finite \
-             numbers, or --alpha is too large: fetch the files again or lower --alpha)"
+             numbers, or --alpha is far off: fetch the files again or change --alpha)"
         );
 
         let left = steps - done;
@@ -185,12 +189,12 @@ impl Job {
             rank.check();
             ensure!(
                 loss.is_finite(),
-                "the loss of step {} is {loss} (lower --lr or --alpha)",
+                "the loss of step {} is {loss} (lower --lr, --alpha or --lora-plus)",
                 step + 1
             );
             ensure!(
                 gradient_norm.is_finite(),
-                "the norm of the gradients of step {} is {gradient_norm} (lower --lr or --alpha)",
+                "the norm of the gradients of step {} is {gradient_norm} (lower --lr, --alpha or --lora-plus)",
                 step + 1
             );
             for (experts, load) in experts.iter_mut().zip(&loads) {
@@ -223,7 +227,7 @@ impl Job {
         rank.check();
         ensure!(
             eval_after.is_finite(),
-            "the loss after training is {eval_after}, so no adapter is written (lower --lr or --alpha)"
+            "the loss after training is {eval_after}, so no adapter is written (lower --lr, --alpha or --lora-plus)"
         );
         self.output().write_adapter(&adapted, rank)?;
         if let Some(folder) = &self.args.checkpoint {
@@ -270,7 +274,7 @@ impl Job {
         every.is_some_and(|every| steps.is_multiple_of(every))
     }
 
-    fn banner(&self, trained: usize) -> Banner {
+    fn banner(&self, trained: usize, done: usize) -> Banner {
         let args = &self.args;
         let shapes = self
             .hub
@@ -285,8 +289,12 @@ impl Job {
             trained,
             frozen: shapes.map(|shape| shape.iter().product::<usize>()).sum(),
             ranks: self.plan.ranks(),
+            kinds: self.plan.kinds(),
             optimizer: args.optimizer,
             lr: args.learning_rate(),
+            lora_plus: args.lora_plus,
+            max_norm: args.max_norm,
+            done,
             steps: args.steps,
             batch: args.batch,
             length: args.length,

@@ -60,7 +60,7 @@ pub fn check_merged<B: AdapterBackend>(
     } = report;
     let remedy = match error.is_finite() {
         true => "use the adapter files; they are written",
-        false => "lower --lr or --alpha",
+        false => "lower --lr, --alpha or --lora-plus",
     };
     // Written so that a NaN is refused too.
     ensure!(

@@ -8,7 +8,7 @@ use burn_moe_lora::checkpoint::Manifest;
 use burn_moe_lora::interchange::{HubModel, MAX_SHARD_BYTES, ModelWriter};
 use tempfile::NamedTempFile;
 
-use crate::adapter::{file_layout, gather_adapter};
+use crate::adapter::gather_adapter;
 use crate::args::Args;
 use crate::merge::gather_experts;
 use crate::metrics::METRICS_FILE;
@@ -76,7 +76,7 @@ impl Output<'_> {
         let written = adapter.and_then(|adapter| {
             if rank.is_first() {
                 let base = self.args.model.display().to_string();
-                let layout = file_layout(&adapter);
+                let layout = adapter.layout();
                 adapter.write(&self.args.out, self.hub.config(), layout, &base)?;
             }
             Ok(())

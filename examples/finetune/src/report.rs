@@ -30,11 +30,19 @@ pub struct Banner {
     pub frozen: usize,
     /// Rank of the adapters and numerator of their scale, each combination once.
     pub ranks: Vec<(usize, f64)>,
+    /// What they are beside plain LoRA.
+    pub kinds: Vec<String>,
     /// How the adapters are updated.
     pub optimizer: OptimizerKind,
     /// Learning rate.
     pub lr: f64,
-    /// Training steps.
+    /// How many times as fast as `A` the factor `B` learns.
+    pub lora_plus: f64,
+    /// Norm that gradients are scaled down to.
+    pub max_norm: Option<f64>,
+    /// Training steps done before.
+    pub done: usize,
+    /// Training steps, those done before included.
     pub steps: usize,
     /// Sequences of a step.
     pub batch: usize,
@@ -54,18 +62,33 @@ impl fmt::Display for Banner {
         let ranks: Vec<String> = ranks
             .map(|(r, alpha)| format!("rank {r}, alpha {alpha}"))
             .collect();
-        writeln!(f, "adapters  {}", ranks.join("; "))?;
+        write!(f, "adapters  {}", ranks.join("; "))?;
+        for kind in &self.kinds {
+            write!(f, ", {kind}")?;
+        }
+        writeln!(f)?;
         writeln!(
             f,
             "trained   {} of {} parameters ({share:.2}%)",
             grouped(self.trained),
             grouped(all)
         )?;
+        match self.done {
+            0 => write!(f, "training  {} steps", self.steps)?,
+            done => write!(f, "training  steps {} to {}", done + 1, self.steps)?,
+        }
         write!(
             f,
-            "training  {} steps of {} x {} bytes, {} with learning rate {}",
-            self.steps, self.batch, self.length, self.optimizer, self.lr
-        )
+            " of {} x {} bytes, {} with learning rate {}",
+            self.batch, self.length, self.optimizer, self.lr
+        )?;
+        if self.lora_plus != 1.0 {
+            write!(f, ", {} times that for B", self.lora_plus)?;
+        }
+        match self.max_norm {
+            Some(max_norm) => write!(f, ", gradients clipped to a norm of {max_norm}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -287,7 +310,7 @@ mod tests {
 
     #[test]
     fn the_banner_names_what_is_trained_and_where() {
-        let banner = Banner {
+        let mut banner = Banner {
             model: "model".into(),
             text: "text".into(),
             backend: BackendKind::Cuda,
@@ -301,8 +324,12 @@ mod tests {
             trained: 10_000,
             frozen: 190_000,
             ranks: vec![(8, 16.0), (2, 0.5)],
+            kinds: vec![],
             optimizer: OptimizerKind::Adamw,
             lr: 0.005,
+            lora_plus: 1.0,
+            max_norm: None,
+            done: 0,
             steps: 40,
             batch: 4,
             length: 64,
@@ -316,6 +343,21 @@ mod tests {
              adapters  rank 8, alpha 16; rank 2, alpha 0.5\n\
              trained   10,000 of 200,000 parameters (5.00%)\n\
              training  40 steps of 4 x 64 bytes, adamw with learning rate 0.005"
+        );
+        banner.kinds = vec!["DoRA".into(), "dropout 0.1 before A".into()];
+        banner.lora_plus = 16.0;
+        banner.max_norm = Some(0.5);
+        banner.done = 6;
+        let lines = banner.to_string();
+        let lines: Vec<&str> = lines.lines().collect();
+        assert_eq!(
+            lines[4],
+            "adapters  rank 8, alpha 16; rank 2, alpha 0.5, DoRA, dropout 0.1 before A"
+        );
+        assert_eq!(
+            lines[6],
+            "training  steps 7 to 40 of 4 x 64 bytes, adamw with learning rate 0.005, 16 times that for B, gradients \
+             clipped to a norm of 0.5"
         );
     }
 

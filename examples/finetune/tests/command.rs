@@ -11,8 +11,8 @@ use finetune::metrics::read_metrics;
 use tempfile::TempDir;
 
 /// What to do about a loss that is no number before the first step.
-const NOT_FINITE: &str = "(the model or the adapter holds values that are no finite numbers, or --alpha is too large: \
-                          fetch the files again or lower --alpha)";
+const NOT_FINITE: &str = "(the model or the adapter holds values that are no finite numbers, or --alpha is far off: \
+                          fetch the files again or change --alpha)";
 
 fn model() -> PathBuf {
     asset("qwen3-moe-constitution")
@@ -139,16 +139,40 @@ fn the_merged_model_and_the_adapter_start_where_the_training_ended() {
     }
     assert!(old.iter().any(|(name, tensor)| *tensor != new[name]));
 
+    starts_at(folder.path(), after);
+}
+
+/// The folders `merged` and `adapter` start at this loss.
+fn starts_at(folder: &Path, loss: f64) {
     for flags in [
         ["--model", "merged", "--ep", "1", "--etp", "4"],
         ["--adapter", "adapter", "--ep", "4", "--etp", "1"],
     ] {
-        let next = succeed(folder.path(), &flags);
+        let next = succeed(folder, &flags);
         let before = number(&next, "eval      loss ", " before");
         assert!(
-            (before - after).abs() <= 2e-4,
-            "{flags:?}: {before} instead of {after}"
+            (before - loss).abs() <= 2e-4,
+            "{flags:?}: {before} instead of {loss}"
         );
+    }
+}
+
+#[test]
+fn every_kind_of_adapter_starts_again_where_its_training_ended() {
+    for flags in [
+        &["--rslora"][..],
+        &["--pissa"],
+        &["--pissa", "--rslora", "--separate"],
+        &["--pissa", "--dora"],
+        &["--shared-outer", "--rslora"],
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let out = ["--out", "adapter", "--merged", "merged"];
+        let first = succeed(folder.path(), &[flags, &out].concat());
+        let [before, after] = [("eval      loss ", " before"), (" before, ", " after")]
+            .map(|(start, end)| number(&first, start, end));
+        assert!((before - after).abs() > 0.01, "{flags:?}: {first}");
+        starts_at(folder.path(), after);
     }
 }
 
@@ -208,10 +232,7 @@ fn what_the_flags_say_of_the_training_reaches_the_files() {
     assert!(message.contains("PiSSA with dropout=0.1"), "{message}");
     let wrong = finetune(folder.path(), &["--dropout", "1"]);
     let errors = text(&wrong.stderr);
-    assert!(
-        errors.contains("1 leaves nothing (use a probability below 1)"),
-        "{errors}"
-    );
+    assert!(errors.contains("1 is no probability below 1"), "{errors}");
 }
 
 #[test]
@@ -408,7 +429,8 @@ fn a_loss_that_is_no_number_ends_the_training() {
     let errors = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(
-        errors.ends_with("\nerror: the loss of step 2 is NaN (lower --lr or --alpha)\n"),
+        errors
+            .ends_with("\nerror: the loss of step 2 is NaN (lower --lr, --alpha or --lora-plus)\n"),
         "{errors}"
     );
 }
@@ -426,7 +448,7 @@ fn an_adapter_that_the_last_step_ruined_is_not_written() {
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(
         errors.ends_with(
-            "\nerror: the loss after training is NaN, so no adapter is written (lower --lr or --alpha)\n"
+            "\nerror: the loss after training is NaN, so no adapter is written (lower --lr, --alpha or --lora-plus)\n"
         ),
         "{errors}"
     );
@@ -635,6 +657,31 @@ fn a_run_that_was_cut_goes_on_from_its_checkpoint() {
     assert!(run("4", "again", &again) == unbroken);
     let other = ["--resume", "saved", "--ep", "1", "--etp", "4"];
     assert!(run("5", "moved", &other) != unbroken);
+
+    // What the checkpoint holds comes from there, the rest from the same flags.
+    let rest = ["--dropout", "0.2", "--lora-plus", "4", "--max-norm", "0.05"];
+    let pissa = ["--pissa", "--rslora"];
+    let unbroken = run("4", "whole-pissa", &pissa);
+    run(
+        "2",
+        "half",
+        &[&pissa[..], &["--checkpoint", "saved-pissa"]].concat(),
+    );
+    assert!(run("4", "resumed", &["--resume", "saved-pissa"]) == unbroken);
+    let unbroken = run("4", "whole-rest", &rest);
+    run(
+        "2",
+        "half",
+        &[&rest[..], &["--checkpoint", "saved-rest"]].concat(),
+    );
+    let resume = ["--resume", "saved-rest"];
+    assert!(run("4", "resumed", &[&rest[..], &resume].concat()) == unbroken);
+    for left_out in [0, 2, 4] {
+        let mut fewer = rest.to_vec();
+        fewer.drain(left_out..left_out + 2);
+        let other = run("4", "resumed", &[&fewer[..], &resume].concat());
+        assert!(other != unbroken, "{fewer:?}");
+    }
 
     for (flags, part) in [
         (

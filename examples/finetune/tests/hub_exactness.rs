@@ -12,7 +12,7 @@ use burn_moe_lora::adapters::{Adaptable, sync_gradients};
 use burn_moe_lora::interchange::{FactorPair, GateUp, HostTensor, HubModel, PeftAdapter};
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{Tensors, fixture, read_tensors, relative_error};
-use finetune::adapter::{AdapterPlan, file_layout, gather_adapter};
+use finetune::adapter::{AdapterPlan, gather_adapter};
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
 use finetune::ranks::CpuBackend;
@@ -147,7 +147,7 @@ impl Recorded {
     fn gradient_errors(&self, gradients: &PeftAdapter) -> BTreeMap<String, f32> {
         let folder = tempfile::tempdir().unwrap();
         let config = self.hub.config();
-        let layout = file_layout(gradients);
+        let layout = gradients.layout();
         gradients
             .write(folder.path(), config, layout, "base")
             .unwrap();

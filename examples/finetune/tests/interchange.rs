@@ -12,7 +12,7 @@ use burn_moe_lora::interchange::{
 };
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{asset, fixture, read_tensors, relative_error};
-use finetune::adapter::{AdapterPlan, file_layout, gather_adapter};
+use finetune::adapter::{AdapterPlan, gather_adapter};
 use finetune::merge::gather_experts;
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
@@ -178,7 +178,7 @@ fn an_export_has_the_same_bytes_at_every_topology() {
             let from_checkpoint = PeftAdapter::from_checkpoint(&saved).unwrap();
             for (adapter, name) in [(gathered, "gathered"), (from_checkpoint, "checkpoint")] {
                 assert!(adapter == recorded.adapter, "{topology:?} {name}");
-                let layout = file_layout(&adapter);
+                let layout = adapter.layout();
                 let config = recorded.hub.config();
                 adapter.write(&at(name), config, layout, "base").unwrap();
                 let file = at(name).join("adapter_model.safetensors");

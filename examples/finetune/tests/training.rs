@@ -6,15 +6,17 @@ use std::collections::BTreeMap;
 
 use burn::backend::Flex;
 use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{AdamWConfig, SgdConfig};
-use burn_moe_lora::adapters::{Init, LoraConfig, ResumableOptimizer, Sharing};
+use burn::optim::{AdamWConfig, Sgd, SgdConfig};
+use burn_moe_lora::adapters::{
+    Adaptable, Dropout, Init, LoraConfig, ResumableOptimizer, Sharing, Targets,
+};
 use burn_moe_lora::interchange::{
     FactorPair, GateUp, HostTensor, HubModel, InterchangeError, MAX_SHARD_BYTES, ModelWriter,
     PeftAdapter, PeftLayout,
 };
 use burn_moe_lora::parallel::{Mesh, MockWorld, TopologyConfig};
 use files::{asset, read_json, read_tensors};
-use finetune::adapter::{AdapterPlan, file_layout, gather_adapter};
+use finetune::adapter::{AdapterPlan, gather_adapter};
 use finetune::moe::MoeBlocks;
 use finetune::rank_model::RankModel;
 use finetune::ranks::CpuBackend;
@@ -188,6 +190,112 @@ fn another_learning_rate_or_scale_misses_the_recorded_run() {
     assert!(deviation(&losses, &expected[..5]) > 1e-4);
 }
 
+/// The adapter after the first batch, trained on one rank by plain descent.
+fn first_step(
+    plan: &AdapterPlan,
+    lr: f64,
+    set: impl Fn(Trainer<B, Sgd<Flex>>) -> Trainer<B, Sgd<Flex>> + Sync,
+) -> PeftAdapter {
+    let (hub, (batches, ..)) = (model(), recorded());
+    let runs = MockWorld::new(1).run(|_| {
+        let (device, mesh) = (Default::default(), Mesh::solo());
+        let model = RankModel::load(&hub, Some(plan), mesh, &device).unwrap();
+        let mut trainer = set(Trainer::new(model, SgdConfig::new().init(), lr, device));
+        trainer.step(&batches[0]).unwrap();
+        gather_adapter(&trainer.model.blocks, &trainer.model.mesh).unwrap()
+    });
+    runs.unwrap().swap_remove(0)
+}
+
+fn fresh() -> AdapterPlan {
+    AdapterPlan::New {
+        config: LoraConfig::new(4, 8.0),
+        targets: GateUpTargets::Fused.targets(),
+    }
+}
+
+#[test]
+fn b_alone_moves_as_many_times_as_fast_as_it_is_told_to() {
+    // B starts at zero, so that A has no gradient yet.
+    let fast = first_step(&fresh(), 0.1, |trainer| {
+        trainer.with_lora_plus(4.0).unwrap()
+    });
+    let expected = first_step(&fresh(), 0.4, |trainer| trainer);
+    assert!(distance(&fast, &expected, None) < 1e-6);
+    let plan = AdapterPlan::given(adapter(&model(), "adapter_sgd"));
+    let fast = first_step(&plan, 0.1, |trainer| trainer.with_lora_plus(4.0).unwrap());
+    let [slow, all] = [0.1, 0.4].map(|lr| first_step(&plan, lr, |trainer| trainer));
+    let factor = |adapter: &PeftAdapter, b: bool| -> Vec<f32> {
+        let pairs = adapter.layers.values().flat_map(|layer| layer.pairs());
+        let factor = |pair: &FactorPair| if b { pair.b.data() } else { pair.a.data() }.to_vec();
+        pairs.flat_map(|(_, pair)| factor(pair)).collect()
+    };
+    assert_eq!(factor(&fast, false), factor(&slow, false));
+    assert_ne!(factor(&fast, false), factor(&all, false));
+    assert_eq!(factor(&fast, true), factor(&all, true));
+    assert_ne!(factor(&fast, true), factor(&slow, true));
+}
+
+#[test]
+fn clipped_gradients_are_as_long_as_they_are_told_to_be() {
+    let start = first_step(&fresh(), 1e-30, |trainer| trainer);
+    for max_norm in [0.01, 0.001] {
+        let clipped = first_step(&fresh(), 0.5, |trainer| trainer.with_max_norm(max_norm));
+        let moved = flat(&clipped).into_iter().zip(flat(&start));
+        let moved: f64 = moved.map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        let length = moved.sqrt() / 0.5;
+        assert!(
+            (length / max_norm - 1.0).abs() < 2e-3,
+            "{length} for {max_norm}"
+        );
+    }
+}
+
+#[test]
+fn masks_of_a_given_adapter_are_those_of_their_seed_and_step() {
+    let hub = model();
+    let (batches, _, _) = recorded();
+    let start = adapter(&hub, "adapter_sgd");
+    let sgd = || SgdConfig::new().init();
+    // Nothing is learned, so that the same batch gives another loss by another mask alone.
+    let twice = [batches[0].clone(), batches[0].clone()];
+    let losses = |seed: u64, sizes| {
+        let plan = AdapterPlan::given(start.clone()).with_dropout(Dropout::before_a(0.5), seed);
+        train(&hub, &plan, &twice, sizes, (sgd, 1e-30)).0
+    };
+    let one = losses(1, (4, 2, 2));
+    assert!(deviation(&one, &losses(1, (1, 1, 1))) < 1e-5);
+    assert!(one[0] != one[1], "{one:?}");
+    let two = losses(2, (4, 2, 2));
+    assert!(one[0] != two[0] && one[1] != two[1], "{one:?} {two:?}");
+}
+
+#[test]
+fn scales_of_both_kinds_are_refused_as_no_file_holds_them() {
+    let (hub, device) = (model(), Default::default());
+    let mesh = Mesh::<B>::solo();
+    let mut model = RankModel::load(&hub, None, mesh.clone(), &device).unwrap();
+    let plain = LoraConfig::new(4, 8.0);
+    for (target, config) in [
+        ("experts.gate_up_proj", plain),
+        ("experts.down_proj", plain.with_rslora(true)),
+    ] {
+        let targets = Targets::new([target]);
+        model
+            .blocks
+            .add_adapters(&targets, &config, &device)
+            .unwrap();
+    }
+    let message = gather_adapter(&model.blocks, &mesh)
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        message,
+        "the scale of model.layers.0.mlp.experts.gate_up_proj has alpha / rank, that of others alpha / sqrt(rank), \
+         and PEFT files have one kind for all (give all adapters the same)"
+    );
+}
+
 /// Values that no other element has.
 fn ramp(shape: [usize; 3]) -> HostTensor {
     let len = shape.iter().product::<usize>();
@@ -286,7 +394,7 @@ fn a_new_shared_outer_adapter_is_exported_the_same_at_etp_1_and_2() {
             let sgd = || SgdConfig::new().init();
             let (_, adapter) = train(&hub, &plan, &[], place, (sgd, 0.1));
             let folder = tempfile::tempdir().unwrap();
-            assert_eq!(file_layout(&adapter), PeftLayout::SharedOuter);
+            assert_eq!(adapter.layout(), PeftLayout::SharedOuter);
             adapter
                 .write(folder.path(), hub.config(), PeftLayout::SharedOuter, "")
                 .unwrap();

@@ -1,7 +1,7 @@
 //! The layouts of an adapter file, and what each of them can hold.
 
 use super::slot::Slot;
-use super::{FactorPair, GateUp, PeftAdapter};
+use super::{ExpertAdapter, FactorPair, GateUp, PeftAdapter};
 use crate::projection::Projection;
 use crate::{InterchangeError, ModelConfig};
 use std::collections::BTreeMap;
@@ -38,6 +38,24 @@ pub enum PeftLayout {
 }
 
 impl PeftAdapter {
+    /// The layout that holds the adapter as it is: stacked, unless the experts share a factor, gate and up have an
+    /// adapter each, or there are magnitudes.
+    pub fn layout(&self) -> PeftLayout {
+        let any = |of: fn(&FactorPair) -> bool| {
+            let pairs = self.layers.values().flat_map(ExpertAdapter::pairs);
+            pairs.map(|(_, pair)| pair).any(of)
+        };
+        let separate =
+            |layer: &ExpertAdapter| matches!(layer.gate_up, Some(GateUp::Separate { .. }));
+        if any(|pair| pair.a.shape()[0] != pair.b.shape()[0]) {
+            PeftLayout::SharedOuter
+        } else if any(|pair| pair.magnitude.is_some()) || self.layers.values().any(separate) {
+            PeftLayout::PerExpert
+        } else {
+            PeftLayout::Stacked
+        }
+    }
+
     /// Every pair with the place it has in `layout`.
     pub(crate) fn placed(
         &self,
