@@ -24,6 +24,7 @@ mod error;
 mod gradient;
 mod init;
 mod linear;
+mod linear_config;
 mod lora;
 mod lora_plus;
 mod merge;
@@ -41,6 +42,7 @@ mod slots;
 mod stack;
 mod sync;
 mod targets;
+mod trained_weight;
 mod weight;
 
 pub use adaptable::Adaptable;
@@ -52,8 +54,9 @@ pub use dropout::{Dropout, DropoutAt};
 pub use error::{AdapterError, ClipError, ResumeError};
 pub use gradient::{GradientPlan, GradientRow};
 pub use init::{Init, InitKey};
-pub use linear::{ColumnLinear, Linear, LinearConfig, ReplicatedLinear, RowLinear};
-pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora, TrainedWeight};
+pub use linear::{ColumnLinear, Linear, ReplicatedLinear, RowLinear};
+pub use linear_config::LinearConfig;
+pub use lora::{ColumnLora, Lora, ReplicatedLora, RowLora};
 pub use lora_plus::LoraPlus;
 pub use moe_lora_kernels::{Activation, Compute, Slot, Strategy, TokenIds};
 pub use multi::{MultiLora, NamedLora};
@@ -67,6 +70,7 @@ pub use shard::{ShardAxis, WeightLayout};
 pub use silent::check_gradients;
 pub use sync::sync_gradients;
 pub use targets::{Target, Targets};
+pub use trained_weight::TrainedWeight;
 pub use weight::{
     AdapterBackend, Column, ColumnWeight, PlacedWeight, Placement, ReplicatedWeight, Row,
     RowWeight, TrainBackend, Weight, Whole,
