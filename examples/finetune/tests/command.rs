@@ -224,6 +224,17 @@ fn what_the_flags_say_of_the_training_reaches_the_files() {
     for (index, norm) in norms.iter().enumerate() {
         assert!(!norms[..index].contains(norm), "{norms:?}");
     }
+    // An adapter of files, whose B is not zero, drops from the first step on.
+    let first_loss = |flags: &[&str]| {
+        succeed(
+            folder.path(),
+            &[&["--adapter", "plain", "--out", "again"], flags].concat(),
+        );
+        read_metrics(&folder.path().join("again")).unwrap()[0].loss
+    };
+    assert_eq!(first_loss(&[]), first_loss(&["--dropout", "0"]));
+    assert_ne!(first_loss(&[]), first_loss(&["--dropout", "0.5"]));
+
     // What is reported is the norm before clipping.
     let clipped = read_metrics(&folder.path().join("clipped")).unwrap();
     assert!(clipped[0].gradient_norm > 0.01, "{clipped:?}");
