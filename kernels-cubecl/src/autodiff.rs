@@ -17,6 +17,13 @@ use crate::{Between, Compute, DropoutMask, GroupedBackend, RowGroups};
 /// Operands of a product, each kept only when the other one's gradient needs it.
 type Saved<B> = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, RowGroups);
 
+/// The parents that want a gradient.
+fn parents<S, const N: usize>(ops: &Ops<S, N>) -> [Option<NodeId>; N] {
+    ops.parents
+        .each_ref()
+        .map(|node| node.as_ref().map(|node| node.id))
+}
+
 /// Hands its gradient to each parent that wants one.
 fn register<B: GroupedBackend, const N: usize>(
     grads: &mut Gradients,
@@ -44,6 +51,7 @@ impl<B: GroupedBackend> Backward<B, 2> for MatmulBackward {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let (x, w, groups) = ops.state;
         let dy = grads.consume::<B>(&ops.node);
         let dx = w.map(|w| B::grouped_matmul(dy.clone(), w, &groups, !self.transposed));
@@ -51,7 +59,6 @@ impl<B: GroupedBackend> Backward<B, 2> for MatmulBackward {
             true => B::grouped_outer(x, dy, &groups),
             false => B::grouped_outer(dy, x, &groups),
         });
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, _>(grads, parents, [dx, dw]);
     }
 }
@@ -68,11 +75,11 @@ impl<B: GroupedBackend> Backward<B, 2> for OuterBackward {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let (p, q, groups) = ops.state;
         let dz = grads.consume::<B>(&ops.node);
         let dp = q.map(|q| B::grouped_matmul(q, dz.clone(), &groups, false));
         let dq = p.map(|p| B::grouped_matmul(p, dz, &groups, true));
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, _>(grads, parents, [dp, dq]);
     }
 }
@@ -95,11 +102,11 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkBackward {
         grads: &mut Gradients,
         checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let (x, a, rows) = ops.state;
         let x = x.map(|x| checkpointer.retrieve_node_output(x));
         let dz = grads.consume::<B>(&ops.node);
         let gradients = B::shrink_backward(dz, x, a, &rows, self.compute);
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, _>(grads, parents, gradients);
     }
 }
@@ -137,12 +144,12 @@ impl<B: GroupedBackend> Backward<B, 2> for ShrinkDroppedBackward {
         grads: &mut Gradients,
         checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let (x, a, rows) = ops.state;
         let x = x.map(|x| B::dropout(checkpointer.retrieve_node_output(x), &self.mask));
         let dz = grads.consume::<B>(&ops.node);
         let [dx, da] = B::shrink_backward(dz, x, a, &rows, self.compute);
         let dx = dx.map(|dx| B::dropout(dx, &self.mask));
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, _>(grads, parents, [dx, da]);
     }
 }
@@ -177,10 +184,9 @@ impl<B: GroupedBackend> Backward<B, 2> for ExpandBackward {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let dy = grads.consume::<B>(&ops.node);
-        let of_b = ops.parents[1].is_some();
-        let gradients = B::expand_backward(dy, ops.state, of_b);
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        let gradients = B::expand_backward(dy, ops.state, parents[1].is_some());
         register::<B, _>(grads, parents, gradients);
     }
 }
@@ -197,10 +203,9 @@ impl<B: GroupedBackend> Backward<B, 3> for ExpandIntoBackward {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let dy = grads.consume::<B>(&ops.node);
-        let of_b = ops.parents[2].is_some();
-        let [dz, db] = B::expand_backward(dy.clone(), ops.state, of_b);
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        let [dz, db] = B::expand_backward(dy.clone(), ops.state, parents[2].is_some());
         register::<B, _>(grads, parents, [Some(dy), dz, db]);
     }
 }
@@ -218,11 +223,10 @@ impl<B: GroupedBackend> Backward<B, 2> for ScaleColumnsBackward {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
+        let parents = parents(&ops);
         let (y, factors, rows) = ops.state;
         let dy = grads.consume::<B>(&ops.node);
-        let of_y = ops.parents[0].is_some();
-        let gradients = B::scale_columns_backward(dy, y, factors, of_y, &rows);
-        let parents = ops.parents.map(|node| node.map(|node| node.id));
+        let gradients = B::scale_columns_backward(dy, y, factors, parents[0].is_some(), &rows);
         register::<B, _>(grads, parents, gradients);
     }
 }

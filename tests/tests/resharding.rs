@@ -396,6 +396,11 @@ fn settings_and_targets_that_differ_are_refused_and_nothing_is_loaded() {
             same.with_sharing(Sharing::SharedOuter),
             "sharing=PerExpert, the module sharing=SharedOuter",
         ),
+        (same.with_dora(true), "dora=false, the module dora=true"),
+        (
+            LoraConfig::new(4, 8.0).with_pissa(true),
+            "pissa=false, the module pissa=true",
+        ),
     ] {
         let message = load(config, &all).unwrap_err();
         let whole = format!("the checkpoint has {part} (build the adapter from");

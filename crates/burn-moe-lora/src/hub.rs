@@ -30,17 +30,13 @@ pub struct HubLayer {
     /// Settings as the model has them, at the path `model.layers.{layer}.mlp`. What no file says may be
     /// changed before [`init`](Self::init), such as the element type, which is that of the layer's input.
     pub config: MoeConfig,
-    router: RouterWeights,
-    router_bias: RouterBias,
+    router: HostTensor,
+    /// Added to the logits.
+    router_bias: Option<HostTensor>,
+    /// Added for the choice alone.
+    correction_bias: Option<HostTensor>,
     experts: ExpertWeights,
     shared: Option<SharedExpertWeights>,
-}
-
-/// What the one bias that a router has is added to.
-#[derive(Clone, Copy, Debug)]
-enum RouterBias {
-    Logits,
-    Choice,
 }
 
 impl HubLayer {
@@ -51,13 +47,20 @@ impl HubLayer {
     /// When there is no such layer or it has no experts, or a tensor is missing, has another shape
     /// than the configuration says or is stored in an unsupported type.
     pub fn read(hub: &HubModel, layer: usize) -> Result<Self, InterchangeError> {
-        let (score, router_bias) = score(&hub.config().router);
+        let experts = hub.expert_weights(layer)?;
+        let RouterWeights { weight, bias } = hub.router(layer)?;
+        // A family has one bias at most.
+        let (router_bias, correction_bias) = match hub.config().router {
+            Router::GroupedSigmoid { .. } => (None, bias),
+            Router::SoftmaxThenTopK { .. } | Router::TopKThenSoftmax => (bias, None),
+        };
         Ok(Self {
-            experts: hub.expert_weights(layer)?,
-            router: hub.router(layer)?,
-            shared: hub.shared_expert(layer)?,
-            config: config(hub.config(), layer).with_score(score),
+            config: config(hub.config(), layer),
+            router: weight,
             router_bias,
+            correction_bias,
+            experts,
+            shared: hub.shared_expert(layer)?,
         })
     }
 
@@ -72,11 +75,6 @@ impl HubLayer {
         mesh: &Mesh<B>,
         device: &B::Device,
     ) -> Result<MoeLayer<B>, ExpertsError> {
-        let bias = self.router.bias.as_ref().map(HostTensor::data);
-        let (router_bias, correction_bias) = match self.router_bias {
-            RouterBias::Logits => (bias, None),
-            RouterBias::Choice => (None, bias),
-        };
         let biases = self.experts.biases.as_ref().map(|biases| MlpBiases {
             gate: biases.gate.data(),
             up: biases.up.data(),
@@ -87,9 +85,9 @@ impl HubLayer {
             (mlp, shared.output_gate.as_ref().map(HostTensor::data))
         });
         let weights = MoeWeights {
-            router: self.router.weight.data(),
-            router_bias,
-            correction_bias,
+            router: self.router.data(),
+            router_bias: self.router_bias.as_ref().map(HostTensor::data),
+            correction_bias: self.correction_bias.as_ref().map(HostTensor::data),
             experts: MlpWeights {
                 biases,
                 ..mlp(&self.experts.gate, &self.experts.up, &self.experts.down)
@@ -109,27 +107,21 @@ fn mlp<'a>(gate: &'a HostTensor, up: &'a HostTensor, down: &'a HostTensor) -> Ml
     }
 }
 
-fn score(router: &Router) -> (RouterScore, RouterBias) {
+fn score(router: &Router) -> RouterScore {
     match *router {
-        Router::SoftmaxThenTopK { renormalize } => (
-            RouterScore::SoftmaxThenTopK { renormalize },
-            RouterBias::Logits,
-        ),
-        Router::TopKThenSoftmax => (RouterScore::TopKThenSoftmax, RouterBias::Logits),
+        Router::SoftmaxThenTopK { renormalize } => RouterScore::SoftmaxThenTopK { renormalize },
+        Router::TopKThenSoftmax => RouterScore::TopKThenSoftmax,
         Router::GroupedSigmoid {
             groups,
             top_groups,
             renormalize,
             scale,
-        } => (
-            RouterScore::SigmoidThenTopK {
-                n_group: groups,
-                topk_group: top_groups,
-                renormalize,
-                scaling_factor: scale,
-            },
-            RouterBias::Choice,
-        ),
+        } => RouterScore::SigmoidThenTopK {
+            n_group: groups,
+            topk_group: top_groups,
+            renormalize,
+            scaling_factor: scale,
+        },
     }
 }
 
@@ -150,6 +142,7 @@ fn config(model: &ModelConfig, layer: usize) -> MoeConfig {
         model.num_experts,
         model.num_experts_per_tok,
     )
+    .with_score(score(&model.router))
     .with_activation(activation)
     .with_shared(shared)
 }

@@ -30,8 +30,8 @@ pub enum AdapterPlan {
     Given {
         /// The file's.
         adapter: PeftAdapter,
-        /// Dropout and the seed of its masks, which no file has.
-        dropout: Option<(Dropout, u64)>,
+        /// What all of them have in common, dropout too, which no file has.
+        common: LoraConfig,
     },
     /// Those of a checkpoint, by linear; their values are loaded later.
     Stored(BTreeMap<String, LoraConfig>),
@@ -57,10 +57,8 @@ impl AdapterPlan {
 
     /// The adapters of PEFT files.
     pub fn given(adapter: PeftAdapter) -> Self {
-        Self::Given {
-            adapter,
-            dropout: None,
-        }
+        let common = LoraConfig::new(1, 1.0).with_rslora(adapter.rslora);
+        Self::Given { adapter, common }
     }
 
     /// The same adapters with dropout in training.
@@ -68,31 +66,33 @@ impl AdapterPlan {
         let put = |config: &mut LoraConfig| *config = config.with_dropout(drop).with_seed(seed);
         match &mut self {
             Self::New { config, .. } => put(config),
-            Self::Given { dropout, .. } => *dropout = Some((drop, seed)),
+            Self::Given { common, .. } => put(common),
             Self::Stored(adapters) => adapters.values_mut().for_each(put),
         }
         self
     }
 
+    fn configs(&self) -> Vec<LoraConfig> {
+        match self {
+            Self::New { config, .. } => vec![*config],
+            Self::Given { adapter, common } => {
+                let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
+                pairs.map(|(_, pair)| of_pair(pair, common)).collect()
+            }
+            Self::Stored(adapters) => adapters.values().copied().collect(),
+        }
+    }
+
     /// Rank and alpha of the adapters, each combination once.
     pub fn ranks(&self) -> Vec<(usize, f64)> {
         let mut ranks = Vec::new();
-        match self {
-            Self::New { config, .. } => ranks.push((config.rank, config.alpha)),
-            Self::Given { adapter, .. } => {
-                let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
-                for rank in pairs.map(|(_, pair)| (pair.rank(), pair.alpha)) {
-                    if !ranks.contains(&rank) {
-                        ranks.push(rank);
-                    }
-                }
-            }
-            Self::Stored(adapters) => {
-                for rank in adapters.values().map(|config| (config.rank, config.alpha)) {
-                    if !ranks.contains(&rank) {
-                        ranks.push(rank);
-                    }
-                }
+        for rank in self
+            .configs()
+            .iter()
+            .map(|config| (config.rank, config.alpha))
+        {
+            if !ranks.contains(&rank) {
+                ranks.push(rank);
             }
         }
         ranks
@@ -100,20 +100,7 @@ impl AdapterPlan {
 
     /// What the adapters are beside plain LoRA.
     pub fn kinds(&self) -> Vec<String> {
-        let configs: Vec<LoraConfig> = match self {
-            Self::New { config, .. } => vec![*config],
-            Self::Stored(adapters) => adapters.values().copied().collect(),
-            Self::Given { adapter, dropout } => {
-                let pairs = adapter.layers.values().flat_map(ExpertAdapter::pairs);
-                let config = |(_, pair): (_, &FactorPair)| LoraConfig {
-                    rslora: adapter.rslora,
-                    dora: pair.magnitude.is_some(),
-                    dropout: dropout.map(|(dropout, _)| dropout),
-                    ..LoraConfig::new(pair.rank(), pair.alpha)
-                };
-                pairs.map(config).collect()
-            }
-        };
+        let configs = self.configs();
         let any = |of: fn(&LoraConfig) -> bool| configs.iter().any(of);
         let named = [
             (any(|config| config.rslora), "rsLoRA"),
@@ -164,12 +151,7 @@ impl AdapterPlan {
                     linear.adapt(path, config, device)?;
                 }
             }
-            Self::Given { adapter, dropout } => {
-                let common = LoraConfig::new(1, 1.0).with_rslora(adapter.rslora);
-                let common = match *dropout {
-                    Some((dropout, seed)) => common.with_dropout(dropout).with_seed(seed),
-                    None => common,
-                };
+            Self::Given { adapter, common } => {
                 for (&number, factors) in &adapter.layers {
                     let index = blocks.numbers.iter().position(|known| *known == number);
                     let index = index.with_context(|| {
@@ -266,6 +248,20 @@ fn check_pair<B: Backend>(layer: &MoeLayer<B>) -> Result<()> {
     Ok(())
 }
 
+/// The settings of a pair of factors. Whether the shared one is that on the hidden side is told by [`sharing`].
+fn of_pair(pair: &FactorPair, common: &LoraConfig) -> LoraConfig {
+    LoraConfig {
+        rank: pair.rank(),
+        alpha: pair.alpha,
+        sharing: match pair.a.shape()[0] == pair.b.shape()[0] {
+            true => Sharing::PerExpert,
+            false => Sharing::SharedOuter,
+        },
+        dora: pair.magnitude.is_some(),
+        ..*common
+    }
+}
+
 /// Which factors of a pair the experts share.
 fn sharing(number: usize, name: &str, pair: &FactorPair, experts: usize) -> Result<Sharing> {
     let outer = match name {
@@ -288,17 +284,11 @@ fn load_layer<B: Backend>(
     layer: &mut MoeLayer<B>,
     factors: &ExpertAdapter,
     sharing: impl Fn(&str, &FactorPair) -> Result<Sharing>,
-    common: LoraConfig,
+    common: &LoraConfig,
     device: &B::Device,
 ) -> Result<()> {
     let config = |name: &str, pair: &FactorPair| -> Result<LoraConfig> {
-        Ok(LoraConfig {
-            rank: pair.rank(),
-            alpha: pair.alpha,
-            sharing: sharing(name, pair)?,
-            dora: pair.magnitude.is_some(),
-            ..common
-        })
+        Ok(of_pair(pair, common).with_sharing(sharing(name, pair)?))
     };
     let mlp = &mut layer.experts;
     let path = |linear: &[&str], name: &str| {

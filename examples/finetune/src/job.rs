@@ -147,14 +147,6 @@ impl Job {
         let Args { steps, batch, .. } = self.args;
         let first = rank.is_first();
         let trained = trained_parameters(&model.blocks, &model.mesh);
-        if first {
-            // A closed pipe must not end the training.
-            let done = self
-                .resumed
-                .as_ref()
-                .map_or(0, |saved| saved.manifest().step);
-            let _ = writeln!(stdout(), "{}", self.banner(trained, done as usize));
-        }
         let mut trainer = Trainer::new(model, optimizer, self.args.learning_rate(), device.clone())
             .with_lora_plus(self.args.lora_plus)?;
         if let Some(max_norm) = self.args.max_norm {
@@ -164,6 +156,10 @@ impl Job {
             trainer.resume(checkpoint)?;
         }
         let done = trainer.steps();
+        if first {
+            // A closed pipe must not end the training.
+            let _ = writeln!(stdout(), "{}", self.banner(trained, done));
+        }
         let held_out = self.text.eval_batches(batch, self.layout.world);
         let eval_before = trainer.model.valid().evaluate(&held_out, device)?;
         rank.check();

@@ -146,7 +146,7 @@ fn dropout_lora_plus_and_clipping_resume_to_the_bit_and_at_every_other_topology_
     };
     let others = [(1, 1, 1), (4, 4, 1), (4, 1, 4), (2, 2, 1), (4, 1, 2)];
     resumed_run_has_the_bits_of_an_unbroken_one(&run, || AdamWConfig::new().init(), &others);
-    // Each of them does something.
+    // Together they do something; each alone is tested by its flag.
     let folder = tempfile::tempdir().unwrap();
     let adamw = || AdamWConfig::new().init();
     let plain = Run::new().losses(SAVED_AT, &adamw, None, 3, &folder.path().join("plain"));
